@@ -100,7 +100,7 @@ def _squared_error(distribution: Distribution, bits: int, reach: float) -> float
     tail, tail_first, _ = between(reach, math.inf)
     # ``E[û²] - 2·E[û·u] + E[u²]``: where nothing is clamped, ``E[û | u] = u``.
     half = tail * reach**2 - 2 * reach * tail_first
-    for low, high in pairwise(code * reach / highest for code in range(highest + 1)):
+    for low, high in pairwise(qvalue * reach / highest for qvalue in range(highest + 1)):
         mass, first, square = between(low, high)
         half += (low + high) * first - low * high * mass - 2 * square
     return 2 * half + distribution.second_moment
@@ -164,7 +164,7 @@ class RoundedPerturbation:
             dense = Moments(1.0, 1.0, 1.0, 1.0)
         else:
             dense = moments_of(
-                distribution, [code / self.scale for code in range(-self.highest, self.highest + 1)]
+                distribution, [qvalue / self.scale for qvalue in range(-self.highest, self.highest + 1)]
             )
         kept = 1 - self.sparsity
         return dense._replace(fourth=dense.fourth / kept, cross_fourth=dense.cross_fourth / kept)

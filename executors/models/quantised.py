@@ -198,10 +198,10 @@ class _Files:
 
     def is_quantized(self, layer: str) -> bool:
         """Whether a layer's weight is quantized."""
-        code = f"{layer}.{_QUANTIZED_NAMES[self.layout]}"
-        return code in self.tensors and not (
+        qvalues_name = f"{layer}.{_QUANTIZED_NAMES[self.layout]}"
+        return qvalues_name in self.tensors and not (
             self.layout == "bytes"
-            and self.tensors[code].dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and self.tensors[qvalues_name].dtype in (torch.float32, torch.float16, torch.bfloat16)
         )
 
     def is_of(self, name: str, layers: Mapping[str, object]) -> bool:

@@ -121,7 +121,7 @@ def check_rounded_forward(_context: Context) -> Outcome:
     slope, bend, epsilon = 0.7, 1.9, 0.3
     mean = product = 0.0
     for u, probability in zip(nodes[:, 0].tolist(), weights.tolist(), strict=True):
-        outcomes = [(code * rounding.unit, p) for code, p in qvalues_and_probabilities(u, rounding)]
+        outcomes = [(qvalue * rounding.unit, p) for qvalue, p in qvalues_and_probabilities(u, rounding)]
         for first, p in outcomes:
             change = slope * epsilon * first + bend * (epsilon * first) ** 2 / 2
             for second, q in outcomes:

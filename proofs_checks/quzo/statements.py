@@ -78,10 +78,10 @@ def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
         [
             # What the print makes of a quantized value, never divided by the scale; and what a shipped weight makes of it.
             (
-                float(code + _ZERO_POINT) if how == "values" else weight_value(code, 20.0, _ZERO_POINT),
+                float(qvalue + _ZERO_POINT) if how == "values" else weight_value(qvalue, 20.0, _ZERO_POINT),
                 probability,
             )
-            for code, probability in qvalues_and_probabilities(u, rounding)
+            for qvalue, probability in qvalues_and_probabilities(u, rounding)
         ]
         for u in given
     ]
@@ -167,7 +167,7 @@ def enumerated_moments(rounding: RoundedPerturbation) -> tuple[float, float, flo
         scaled = u * rounding.scale
         below = np.floor(scaled)
         up = scaled - below
-        ends = [np.clip(code, -highest, highest) / rounding.scale for code in (below, below + 1)]
+        ends = [np.clip(qvalue, -highest, highest) / rounding.scale for qvalue in (below, below + 1)]
         mean = (1 - up) * ends[0] + up * ends[1]
         square = (1 - up) * ends[0] ** 2 + up * ends[1] ** 2
         once += float(probability @ square)
@@ -180,13 +180,15 @@ def _fourth_moment(rounding: RoundedPerturbation) -> float:
     """Return ``E[Q⁴]`` from how often each quantized value comes out."""
     total, highest = 0.0, rounding.highest
     x, weights = np.polynomial.legendre.leggauss(60)
-    edges = [-9.0, *(code / rounding.scale for code in range(-highest, highest + 1)), 9.0]
+    edges = [-9.0, *(qvalue / rounding.scale for qvalue in range(-highest, highest + 1)), 9.0]
     for low, high in pairwise(sorted(edge for edge in edges if abs(edge) <= 9.0)):
         u = low + (high - low) * (x + 1) / 2
         probability = weights * (high - low) / 2 * np.exp(-(u**2) / 2) / math.sqrt(2 * math.pi)
         below = np.floor(u * rounding.scale)
         up = u * rounding.scale - below
-        fourths = [(np.clip(code, -highest, highest) / rounding.scale) ** 4 for code in (below, below + 1)]
+        fourths = [
+            (np.clip(qvalue, -highest, highest) / rounding.scale) ** 4 for qvalue in (below, below + 1)
+        ]
         total += float(probability @ ((1 - up) * fourths[0] + up * fourths[1]))
     return total
 
@@ -407,7 +409,8 @@ def check_update_mean(how: str, _context: Context) -> Outcome:
     """Compare the mean of a rounded update with the update, within the range of quantized values or beyond it."""
     given = (0.3125, -1 / 256, 2.75, -6.1875) if how == "within" else (9.5, -30.0)
     means = [
-        sum(probability * code for code, probability in qvalues_and_probabilities(u, _WHOLE)) for u in given
+        sum(probability * qvalue for qvalue, probability in qvalues_and_probabilities(u, _WHOLE))
+        for u in given
     ]
     wanted = list(given) if how == "within" else [7.0, -7.0]
     return equal(means, wanted, what=f"E[Q(η∇)], {how} the range of 4 bits")
@@ -417,8 +420,8 @@ def check_range_end(_context: Context) -> Outcome:
     """Show that weights at the end of their range, kept in it, move by less than the update on average."""
     highest = 7
     outcomes = qvalues_and_probabilities(-0.375, _WHOLE)
-    mean = sum(probability * (min(highest, highest - code) - highest) for code, probability in outcomes)
-    beyond = sum(probability * (highest - code > highest) for code, probability in outcomes)
+    mean = sum(probability * (min(highest, highest - qvalue) - highest) for qvalue, probability in outcomes)
+    beyond = sum(probability * (highest - qvalue > highest) for qvalue, probability in outcomes)
     return everything_holds(
         {
             "kept in the range": equal(mean, 0.0, what="E[w̄₁ - w̄₀] of an update of 0.375 upwards"),
@@ -461,9 +464,9 @@ def check_scale_of_update(power: int, _context: Context) -> Outcome:
     for scale in (0.02, 0.1, 3.0):
         w, target, curvature, rate = 0.7, -0.4, 1.3, 0.05
         stepped = w - rate * curvature * (w - target)
-        code = w / scale
-        gradient = curvature * (scale * code - target) * scale  # ∂L(s_w·w̄)/∂w̄
-        by_qvalues = scale * (code - rate / scale**power * gradient)
+        qvalue = w / scale
+        gradient = curvature * (scale * qvalue - target) * scale  # ∂L(s_w·w̄)/∂w̄
+        by_qvalues = scale * (qvalue - rate / scale**power * gradient)
         factor = scale ** (2 - power)
         parts[f"s_w = {scale:g}"] = equal(
             (by_qvalues - w) / (stepped - w), factor, what=f"(12) with η/s_w^{power} over (11)"
@@ -578,24 +581,26 @@ def check_shipped_queries(context: Context) -> Outcome:
     return Outcome(float(len(unlike)), 0.0, "tensors and scalars that differ", tuple(unlike[:5]))
 
 
-def _round_trip(code: int, step: int, highest: int | None) -> int:
+def _round_trip(qvalue: int, step: int, highest: int | None) -> int:
     """Return a quantized value after ``+s, -2s, +s``, kept within the range after each where there is one."""
     for change in (step, -2 * step, step):
-        code += change
+        qvalue += change
         if highest is not None:
-            code = min(max(code, -highest), highest)
-    return code
+            qvalue = min(max(qvalue, -highest), highest)
+    return qvalue
 
 
 def check_recovery(highest: int | None, _context: Context) -> Outcome:
     """Count quantized values and steps of 4 bits that a round trip does not bring back."""
-    lost = sum(_round_trip(code, step, highest) != code for code in range(-7, 8) for step in range(-3, 4))
+    lost = sum(
+        _round_trip(qvalue, step, highest) != qvalue for qvalue in range(-7, 8) for step in range(-3, 4)
+    )
     wanted = (
         0
         if highest is None
         else sum(
-            not (-7 <= code + step <= 7 and -7 <= code - step <= 7)
-            for code in range(-7, 8)
+            not (-7 <= qvalue + step <= 7 and -7 <= qvalue - step <= 7)
+            for qvalue in range(-7, 8)
             for step in range(-3, 4)
         )
     )
@@ -807,7 +812,7 @@ def check_outlier_qvalue(_context: Context) -> Outcome:
     )
 
 
-def check_sampled_codes(context: Context) -> Outcome:
+def check_sampled_qvalues(context: Context) -> Outcome:
     """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
     rounding = RoundedPerturbation("gaussian", 3)
     first, second = sampled_pair(rounding, (context.samples(3_000_000, 800_000),), context.seed)
@@ -906,7 +911,7 @@ CHECKS: Checks = {
     ),
     "quzo-second-moments": (
         printed(check_relative_squares, quantized.SAME_KEY, quantized.SAMPLED_NEAREST, clamp_left_out),
-        printed(check_sampled_codes, quantized.SAME_KEY, quantized.SAMPLED_LONG, quantized.SAMPLED_NEAREST),
+        printed(check_sampled_qvalues, quantized.SAME_KEY, quantized.SAMPLED_LONG, quantized.SAMPLED_NEAREST),
     ),
     "quzo-lattice-keeps-a-gradient": counterexample(
         quantized.check_moves_on_a_lattice,
@@ -964,7 +969,7 @@ CHECKS: Checks = {
             Fault(
                 "a range one value wider",
                 f"{__name__}:_round_trip",
-                lambda shipped, code, step, highest: shipped(code, step, highest + 1),
+                lambda shipped, qvalue, step, highest: shipped(qvalue, step, highest + 1),
             ),
         ),
     ),

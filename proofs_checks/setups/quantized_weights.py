@@ -85,11 +85,11 @@ def literal_levels(name: QuantFormat) -> list[float]:
     """Return what quantized values stand for, in ascending order: two's complement, or sign, exponent and mantissa with subnormal numbers."""
     if name not in FLOATS:
         highest = 2 ** (int(name.removeprefix("int")) - 1) - 1
-        return [float(code) for code in range(-highest, highest + 1)]
+        return [float(qvalue) for qvalue in range(-highest, highest + 1)]
     exponent_bits, mantissa_bits, largest = FLOATS[name]
     bias, values = 2 ** (exponent_bits - 1) - 1, []
-    for code in range(largest + 1):
-        exponent, mantissa = divmod(code, 2**mantissa_bits)
+    for qvalue in range(largest + 1):
+        exponent, mantissa = divmod(qvalue, 2**mantissa_bits)
         part = mantissa / 2**mantissa_bits
         values.append(2.0 ** (exponent - bias) * (1 + part) if exponent else 2.0 ** (1 - bias) * part)
     return sorted({*values, *(-value for value in values)})

@@ -95,7 +95,8 @@ def qvalues_and_probabilities(value: float, rounding: RoundedPerturbation) -> li
     even = (torch.arange(NUM_UNIFORMS, dtype=torch.float32) + 0.5) / NUM_UNIFORMS
     qvalues, counts = qvalues_of(torch.full_like(even, value), rounding, even).unique(return_counts=True)
     return [
-        (code, count / NUM_UNIFORMS) for code, count in zip(qvalues.tolist(), counts.tolist(), strict=True)
+        (qvalue, count / NUM_UNIFORMS)
+        for qvalue, count in zip(qvalues.tolist(), counts.tolist(), strict=True)
     ]
 
 
@@ -116,11 +117,11 @@ def weights_at_random(
     return quantized.values(torch.float64)
 
 
-def weight_value(code: int, scale: float, zero_point: int) -> float:
-    """Return the value of a weight of 8 bits that is stored as `code` and the zero point."""
+def weight_value(qvalue: int, scale: float, zero_point: int) -> float:
+    """Return the value of a weight of 8 bits that is stored as `qvalue` and the zero point."""
     quant_config, stored = (
         QuantConfig("int8", "tensor", has_zero_point=True),
-        [[code + zero_point], [zero_point]],
+        [[qvalue + zero_point], [zero_point]],
     )
     symbol, zero = torch.tensor(stored, dtype=torch.uint8).split(1)
     held = QuantizedTensor.of_symbols(quant_config, symbol, torch.tensor([[1 / scale]]), zero)

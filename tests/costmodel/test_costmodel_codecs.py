@@ -109,7 +109,7 @@ def test_a_density_that_cannot_be_is_refused():
         statistics_of_density((3,), bits=2, density=1.5)
 
 
-def test_a_fast_link_gets_dense_symbols_and_a_slow_one_coded_ones():
+def test_a_fast_link_gets_dense_symbols_and_a_slow_one_encoded_ones():
     profile = load_codec_profile()
     spec = codec_spec("q4")
     by_link = {

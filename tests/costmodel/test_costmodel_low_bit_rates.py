@@ -78,7 +78,7 @@ def cpu():
     return datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=1)
 
 
-def test_a_cpu_passes_over_codes_at_rates_of_its_own(cpu):
+def test_a_cpu_passes_over_qvalues_at_rates_of_its_own(cpu):
     work = Work(dtype="bfloat16", quant_passes=(("inputs", 1000), ("updates", 3000)))
     values = cpu.values()
     expected = 1000 / values["quant_rate.inputs.bfloat16"] + 3000 / values["quant_rate.updates"]
@@ -86,7 +86,7 @@ def test_a_cpu_passes_over_codes_at_rates_of_its_own(cpu):
     assert values["quant_rate.updates"] == PASSES["updates"].core_rate
 
 
-def test_where_no_rate_is_known_bytes_say_what_passes_over_codes_take(cpu, a100):
+def test_where_no_rate_is_known_bytes_say_what_passes_over_qvalues_take(cpu, a100):
     num = 1 << 24
     passes = Work(dtype="float16", quant_passes=(("updates", num),))
     size_bytes = PASSES["updates"].size_bytes(num, "float16")

@@ -219,10 +219,10 @@ def test_signs_and_normals_need_uncorrelated_numbers_around_zero():
 
 def test_rounding_at_random_and_what_equation_5_leaves_in():
     u, s, z0, f, below = sympy.symbols("u s z0 f n", real=True)
-    code = below + f  # s·u
+    qvalue = below + f  # s·u
     mean = (1 - f) * (below + z0) + f * (below + 1 + z0)
     assert same(mean.subs(below, s * u - f), s * u + z0)
-    variance = (1 - f) * below**2 + f * (below + 1) ** 2 - code**2
+    variance = (1 - f) * below**2 + f * (below + 1) ** 2 - qvalue**2
     assert same(variance, f * (1 - f))
     assert same(((s * u + z0) - z0) / s, u)
 
@@ -230,10 +230,10 @@ def test_rounding_at_random_and_what_equation_5_leaves_in():
 def test_equation_12_needs_the_scale_squared():
     w, s, rate = sympy.symbols("w s rate", positive=True)
     loss = sympy.Function("loss")
-    code = sympy.symbols("c", positive=True)
-    by_code = sympy.diff(loss(s * code), code).doit().subs(code, w / s)
+    qvalue = sympy.symbols("c", positive=True)
+    by_qvalue = sympy.diff(loss(s * qvalue), qvalue).doit().subs(qvalue, w / s)
     by_weight = sympy.diff(loss(w), w)
-    assert sympy.simplify(by_code - s * by_weight).doit() == 0
+    assert sympy.simplify(by_qvalue - s * by_weight).doit() == 0
     step = s * (w / s - rate / s**2 * (s * by_weight))
     assert same(step, w - rate * by_weight)
 

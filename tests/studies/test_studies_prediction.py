@@ -65,7 +65,7 @@ def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list()
     assert set(counts) == {3}
 
 
-def test_lists_of_codes_have_every_format_and_nothing_in_common():
+def test_lists_of_qvalues_have_every_format_and_nothing_in_common():
     from studies.prediction.quantized import FORMATS, PLACES, SAMPLERS
 
     unseen, seen = quantized_cases(), quantized_tuning_cases()
@@ -80,7 +80,7 @@ def test_lists_of_codes_have_every_format_and_nothing_in_common():
 @pytest.mark.parametrize(
     "case", [*quantized_cases(), *quantized_tuning_cases()], ids=lambda case: case.placement
 )
-def test_every_placement_of_codes_is_a_valid_plan(case):
+def test_every_placement_of_qvalues_is_a_valid_plan(case):
     from studies.prediction.setting import model_of, plan_of
     from zosim.lowering import lower_all
     from zosim.program.validate_set import validate_set

@@ -17,7 +17,7 @@ from studies.speed.products import milliseconds
     "quant_config",
     [QuantConfig("int8", dtype="bfloat16"), QuantConfig("int4", "group", 32, dtype="bfloat16")],
 )
-def test_a_weight_only_product_is_that_of_the_numbers_that_codes_stand_for(quant_config):
+def test_a_weight_only_product_is_that_of_the_numbers_that_qvalues_stand_for(quant_config):
     generator = torch.Generator().manual_seed(0)
     quantized = QuantizedTensor.empty(quant_config, torch.Size((64, 128)), torch.device("cpu"))
     quantized.encode(torch.randn(64, 128, generator=generator))

@@ -77,7 +77,7 @@ def test_the_committed_runs_are_known_and_say_what_the_docs_say():
     assert fmean(size["inside 1"]) > 0.9 * fmean(size["inside 4"]) > fmean(size["between 8"])
 
 
-def test_every_coding_was_measured_at_every_radius():
+def test_every_encoding_was_measured_at_every_radius():
     seen = read_seen()
     assert {((row.split_point, row.codec, row.noise), row.epsilon) for row in seen} == {
         (encoding, epsilon) for encoding in ENCODINGS for epsilon in EPSILONS

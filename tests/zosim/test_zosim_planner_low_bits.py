@@ -31,7 +31,7 @@ def quantized(plans):
     return {plan.low_bits.weights for plan in plans}
 
 
-def test_codes_are_looked_at_only_where_loss_is_allowed():
+def test_qvalues_are_looked_at_only_where_loss_is_allowed():
     assert quantized(placements(request("opt-1.3b"))) == {"none"}
     assert quantized(placements(request("opt-1.3b", allow_lossy=True))) == {"none", "int8", "int4"}
 
@@ -42,11 +42,11 @@ def test_a_format_that_is_fixed_stays():
         assert quantized(placements(request("opt-1.3b", allow_lossy=True, fixed=fixed))) == {weights}
 
 
-def test_layers_that_a_model_keeps_transposed_are_coded_too():
+def test_layers_that_a_model_keeps_transposed_are_quantized_too():
     assert quantized(placements(request("gpt2", allow_lossy=True))) == {"none", "int8", "int4"}
 
 
-def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
+def test_qvalues_are_chosen_where_the_bus_limits_and_memory_is_short():
     """Half the bytes over PCIe, and staging buffers that fit where those of fp16 beside fp8 staging do not."""
     asked = request(max_device_bytes=3 * GIB, allow_lossy=True)
     decision = choose(asked)
@@ -60,7 +60,7 @@ def test_codes_are_chosen_where_the_bus_limits_and_memory_is_short():
     assert "int_mm of int8 per token inputs" in decision.reasons[0]
 
 
-def test_transfers_of_codes_are_half_or_a_quarter():
+def test_transfers_of_qvalues_are_half_or_a_quarter():
     plain, qvalues = {}, {}
     for plan in placements(request(method="zo2", allow_lossy=True)):
         (qvalues if plan.low_bits.quantizes_weights else plain)[

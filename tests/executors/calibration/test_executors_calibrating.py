@@ -126,7 +126,9 @@ def test_a_profile_is_judged_by_steps_that_it_was_not_fitted_to() -> None:
 
 
 @pytest.mark.slow
-def test_steps_in_codes_change_rates_of_codes_and_nothing_else(steps: list[WholeStep]) -> None:
+def test_steps_with_quantized_weights_change_rates_of_qvalues_and_nothing_else(
+    steps: list[WholeStep],
+) -> None:
     shapes = [
         replace(shape, hidden=64, head_dim=32, vocab=50, seq=8, batch=1)
         for shape in QUANTIZED_STEP_SHAPES[:2]

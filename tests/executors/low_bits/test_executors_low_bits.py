@@ -114,7 +114,7 @@ def test_the_group_that_is_proposed_divides_the_inputs_of_all_layers():
 
 
 @pytest.mark.parametrize("quant_config", QUANT_CONFIGS)
-def test_codes_are_the_nearest_to_the_weights_and_survive_being_packed(quant_config):
+def test_qvalues_are_the_nearest_to_the_weights_and_survive_being_packed(quant_config):
     made, values = quantized(quant_config), weight()
     steps = made.grid.step(made.levels().float()) * torch.ones(values.shape)
     scales = made.scales.repeat_interleave(values.shape[1] // made.scales.shape[1], 1)
@@ -181,7 +181,7 @@ def test_scales_of_least_error_err_less_than_those_that_span_all(scales, zero):
         )
 
 
-def test_saturated_codes_stay_at_the_end_and_are_counted():
+def test_saturated_qvalues_stay_at_the_end_and_are_counted():
     made = quantized(QuantConfig("int8", "tensor"), torch.tensor([[1.0, -1.0, 0.25, 0.0]]))
     updated = UpdateCounts()
     made.apply(
@@ -191,7 +191,7 @@ def test_saturated_codes_stay_at_the_end_and_are_counted():
     assert (updated.num, updated.saturated, updated.unchanged) == (2, 2, 0)
 
 
-def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
+def test_a_decay_moves_qvalues_towards_zero_and_not_towards_the_least():
     made = quantized(QuantConfig("int8", "tensor", has_zero_point=True), torch.tensor([[0.5, 2.0, 1.0, 0.0]]))
     made.apply(torch.zeros(1, 4, dtype=torch.int8), 0.0, lambda a, b: torch.full((b - a,), 0.5), decay=0.5)
     assert torch.allclose(made.values(torch.float32), torch.tensor([[0.25, 1.0, 0.5, 0.0]]), atol=0.01)
@@ -200,7 +200,7 @@ def test_a_decay_moves_codes_towards_zero_and_not_towards_the_least():
 @pytest.mark.parametrize(
     "quant_config", [QuantConfig("int4", "group", group_elements=16), QuantConfig("int8")]
 )
-def test_several_threads_move_codes_as_one_does(quant_config):
+def test_several_threads_move_qvalues_as_one_does(quant_config):
     values = weight(2100, 64)
     perturbation = torch.randint(
         -127, 128, values.shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1)
@@ -217,7 +217,7 @@ def test_several_threads_move_codes_as_one_does(quant_config):
         assert torch.equal(one, other)
 
 
-def test_codes_of_a_perturbation_are_its_numbers_and_chances_block_by_block():
+def test_qvalues_of_a_perturbation_are_its_numbers_and_uniforms_block_by_block():
     """Two blocks of one parameter and a part of one of another, shared by two threads."""
     shapes, key, keys = (
         [torch.Size((40, 768)), torch.Size((5,))],
@@ -241,7 +241,7 @@ def test_codes_of_a_perturbation_are_its_numbers_and_chances_block_by_block():
 
 @pytest.mark.parametrize("bits", [2, 8])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
-def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
+def test_qvalues_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
     """Looked up eight at a time: several blocks, ends within a random number, views at odd addresses, rows of odd widths."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 50), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
@@ -271,7 +271,7 @@ def test_codes_of_signs_are_those_of_the_signs_drawn_as_numbers(bits, sparsity):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
-def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
+def test_qvalues_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     """Keyed and sequential: several blocks and threads, a last byte that is not full, rows that begin within a byte."""
     shapes = [torch.Size(of) for of in ((1500, 768), (90, 51), (131,), (1,))]
     numels, key, keys = [of.numel() for of in shapes], CounterKey.of(5, 6, 0), SamplingKeys.of(5, 6, 0)
@@ -314,7 +314,7 @@ def test_codes_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity):
     ],
 )
 @pytest.mark.parametrize(("bits", "rng"), [(2, "counter"), (3, "mezo")])
-def test_a_step_along_codes_that_share_bytes_leaves_the_same_bits(low_bits, bits, rng, monkeypatch):
+def test_a_step_along_qvalues_that_share_bytes_leaves_the_same_bits(low_bits, bits, rng, monkeypatch):
     stated = {"low_bits": low_bits | {"perturbation_bits": bits}, "rng": rng, "decay": 0.0}
     stated |= {"num_steps": 2, "estimator": {"num_queries": 2}}
     kept = tuned(**stated)
@@ -344,7 +344,7 @@ def test_chances_that_are_passed_over_are_those_that_would_have_been_drawn():
     assert torch.equal(RoundingUniforms([20000], CPU).between(1237, 16390, 0, key), whole[1237:16390])
 
 
-def test_weights_that_are_no_numbers_have_no_codes():
+def test_weights_that_are_no_numbers_have_no_qvalues():
     with pytest.raises(ModelError, match="fc1 holds numbers that are infinite"):
         QuantizedTensor.empty(QuantConfig("int8"), torch.Size((1, 8)), CPU).encode(
             torch.full((1, 8), torch.nan), "fc1"
@@ -448,7 +448,7 @@ def test_inputs_are_divided_by_their_largest_magnitude(monkeypatch, dtype, scope
     assert quotients.numel() == 0 or quotients.abs().max() == 127
 
 
-def test_inputs_that_several_layers_read_are_coded_once(monkeypatch):
+def test_inputs_that_several_layers_read_are_quantized_once(monkeypatch):
     layers = [
         quantized_linear(QuantConfig("int8"), LowBits(weights="int8", activations="int8-token"))
         for _ in range(3)
@@ -494,7 +494,9 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
             outputs.append(layer(inputs))
         # Sums of products of four and four digits, in float32 in another order.
         assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
-    assert all(torch.tensor(float(code)).to(torch.float8_e4m3fn).float() == code for code in range(-15, 16))
+    assert all(
+        torch.tensor(float(qvalue)).to(torch.float8_e4m3fn).float() == qvalue for qvalue in range(-15, 16)
+    )
 
 
 def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_be(monkeypatch):
@@ -704,7 +706,7 @@ def test_steps_of_small_models_take_no_more_memory_than_is_predicted(shape, low_
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # GPT-2 keeps its layers transposed
-def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path, name):
+def test_what_is_written_are_the_numbers_that_qvalues_stand_for(tmp_path, name):
     model = model_of(name, num_hidden_layers=2)
     plan = plan_of(model, low_bits={"weights": "int8"})
     (batch,) = batches(1)
@@ -717,7 +719,7 @@ def test_what_is_written_are_the_numbers_that_codes_stand_for(tmp_path, name):
     assert all(torch.equal(state[key], parameter) for key, parameter in loaded(tmp_path).named_parameters())
 
 
-def test_adapters_are_tuned_beside_codes_that_stay():
+def test_adapters_are_tuned_beside_qvalues_that_stay():
     model = model_of("opt", num_hidden_layers=2)
     attach_lora(model, LoRA(rank=2, target_modules=("q_proj", "v_proj"), seed=3))
     plan = plan_of(model, low_bits={"weights": "int4"})
@@ -786,7 +788,7 @@ def adapted(low_bits, *, num_steps=3):
         return values, session.quantized_updates()
 
 
-def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
+def test_adapters_in_qvalues_are_tuned_on_their_grid_beside_qvalues_that_stay():
     low_bits = {"weights": "int4", "adapters": "int8"}
     values, updated = adapted(low_bits)
     assert len(values) == 2 * 2 * 2
@@ -807,7 +809,7 @@ def test_adapters_in_codes_are_tuned_on_their_grid_beside_codes_that_stay():
         ({"adapters": "int8"}, ADAPTERS, "need quantized weights"),
     ],
 )
-def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
+def test_adapters_that_cannot_be_qvalues_are_refused(stated, lora, reason):
     lora = ADAPTERS.model_copy(update={"lazy_steps": 2}) if lora == "windows" else lora
     spec = read_model_spec("opt-125m", trainable=lora or "all")
     place = Placement(topology="test", devices=("cpu0",))
@@ -838,6 +840,6 @@ def test_adapters_that_cannot_be_codes_are_refused(stated, lora, reason):
         ({"weights": "float4_e2m1", "zero_point": True}, {}, "--zero-point"),
     ],
 )
-def test_what_codes_do_not_do_is_refused_in_words(low_bits, axes, complaint):
+def test_what_qvalues_do_not_do_is_refused_in_words(low_bits, axes, complaint):
     with pytest.raises(PlanError, match=complaint):
         plan_of(model_of("opt", num_hidden_layers=1), low_bits=low_bits, **axes)

@@ -86,7 +86,7 @@ def edited(folder, **tensors):
         ),
     ],
 )
-def test_codes_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, layout, weights):
+def test_qvalues_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, layout, weights):
     numbers = dict(compressed(name, tmp_path, layout, **weights).named_parameters())
     model = load_base(str(tmp_path), plan_of(tmp_path))
     layers = dict(quantized_layers(model))
@@ -102,7 +102,7 @@ def test_codes_of_compressed_tensors_are_read_to_the_last_bit(tmp_path, name, la
     ("tool", "group", "symmetric"),
     [("gptq", 16, False), ("gptq", 16, True), ("gptq", -1, True), ("awq", 16, False), ("awq", -1, False)],
 )
-def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, group, symmetric):
+def test_qvalues_of_gptq_and_awq_are_read(tmp_path, tool, group, symmetric):
     weights = transposed_layout("opt-untied", tmp_path, tool, group=group, symmetric=symmetric)
     layers = dict(quantized_layers(load_base(str(tmp_path), plan_of(tmp_path, "float32"))))
     assert len(layers) == len(weights) == 18
@@ -114,7 +114,7 @@ def test_codes_of_gptq_and_awq_are_read(tmp_path, tool, group, symmetric):
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_words_of_codes_are_what_was_put_in(bits):
+def test_words_of_qvalues_are_what_was_put_in(bits):
     symbols = torch.randint(
         0, 2**bits, (5, 45), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits)
     )
@@ -139,7 +139,7 @@ def test_a_quantised_directory_is_planned_trained_resumed_and_replayed(tmp_path,
     )
 
 
-def test_a_plan_for_other_codes_is_refused_and_nothing_is_written(tmp_path, capsys):
+def test_a_plan_for_other_qvalues_is_refused_and_nothing_is_written(tmp_path, capsys):
     folder, plan = tmp_path / "model", tmp_path / "plan.json"
     compressed("opt-untied", folder, "pack-quantized", **INT4)
     assert run_on(folder, tmp_path, tmp_path / "out", "--weight-format", "int8") == 2
@@ -197,7 +197,7 @@ LAYER = "model.decoder.layers.1.fc1"
     ],
     ids=["zero", "nan", "missing", "no codes", "act-order", "groups", "width of words"],
 )
-def test_damaged_codes_are_refused_by_name(tmp_path, part, value, reason):
+def test_damaged_qvalues_are_refused_by_name(tmp_path, part, value, reason):
     compressed("opt-untied", tmp_path, "pack-quantized", **INT4)
     name = f"{LAYER}.{part}"
     if isinstance(value, float):
@@ -289,7 +289,7 @@ def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_pa
     ],
     ids=lambda form: " ".join(map(str, form)),
 )
-def test_codes_that_were_tuned_are_written_as_transformers_and_zosim_read_them(tmp_path, form):
+def test_qvalues_that_were_tuned_are_written_as_transformers_and_zosim_read_them(tmp_path, form):
     base = saved_model("opt-untied", tmp_path)
     for out, more in (("quantized", ("--save-as", "compressed-tensors")), ("numbers", ())):
         assert run_on(base, tmp_path, tmp_path / out, "--weight-format", *form, *more) == 0
@@ -390,7 +390,7 @@ def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, ca
         ),
     ],
 )
-def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, name, form, capsys):
+def test_qvalues_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, name, form, capsys):
     base, out = saved_model(name, tmp_path), tmp_path / "out"
     for folder, how in ((out, "zosim"), (tmp_path / "numbers", "numbers")):
         assert run_on(base, tmp_path, folder, "--weight-format", *form, "--save-as", how) == 0
@@ -420,7 +420,7 @@ def test_codes_of_any_format_are_written_as_zosim_alone_reads_them(tmp_path, nam
     ],
     ids=["not a number", "beyond the grid"],
 )
-def test_codes_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
+def test_qvalues_that_stand_for_nothing_are_refused(tmp_path, form, part, damage):
     base, out = saved_model("opt-untied", tmp_path), tmp_path / "out"
     assert run_on(base, tmp_path, out, "--weight-format", *form, "--save-as", "zosim") == 0
     tensors = load_file(out / OWN)
@@ -490,7 +490,7 @@ def own_bytes():
 
 @pytest.mark.crossed(quick=4, slow=2)
 @pytest.mark.parametrize("files", ["16 bits", "quantised", "another format", "another format, no codes"])
-def test_weights_become_codes_layer_by_layer_and_are_never_there_twice(tmp_path, files):
+def test_weights_become_qvalues_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""
     adapters = LoRA(rank=2, target_modules=("q_proj",)) if "another" in files else None
     qvalues = {} if "no codes" in files else {"weights": "int4", "scales": "group", "group_elements": 16}

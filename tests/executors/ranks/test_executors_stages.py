@@ -72,7 +72,7 @@ def test_stages_are_one_device(case):
     assert_equal(case)
 
 
-def test_updates_of_codes_are_counted_on_all_stages():
+def test_updates_of_qvalues_are_counted_on_all_stages():
     def counts(session, lines):
         for batch in lines[:STEPS]:
             session.step(batch)

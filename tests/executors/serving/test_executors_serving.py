@@ -282,7 +282,7 @@ def test_tenants_of_few_scored_tokens_keep_their_adapters(folder):
     assert len({round(row[0], 3) for row in few[:3]}) == 3
 
 
-def test_a_base_of_codes_is_served_with_the_same_adapters(folder):
+def test_a_base_of_qvalues_is_served_with_the_same_adapters(folder):
     runtime = Runtime(base(), low_bits=LowBits(weights="int8"))
     runtime.load("one", folder / "one")
     tokens = tokens_of(1)[0]

@@ -115,7 +115,7 @@ def test_projected_gradient_is_computed_in_the_format_of_the_losses():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_are_multiplied_as_one_pass_over_both_formats_does(dtype):
+def test_qvalues_are_multiplied_as_one_pass_over_both_formats_does(dtype):
     """Every code of a byte, by factors of all sizes: as numbers of the parameters first, and at once."""
     z = torch.arange(-128, 128).to(torch.int8).repeat(3)
     theta = torch.randn(z.numel(), generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -86,7 +86,7 @@ def test_every_placement_has_the_literal_loops_bits(case, monkeypatch, seeds, tm
     "name",
     [pytest.param(name, marks=() if n == 5 else pytest.mark.slow) for n, name in enumerate(OTHERS)],
 )
-def test_codes_and_factors_have_the_bits_of_their_tasks_in_order(name, monkeypatch, seeds):
+def test_qvalues_and_factors_have_the_bits_of_their_tasks_in_order(name, monkeypatch, seeds):
     assert_as_in_order(case_with(OTHERS[name]), monkeypatch, seeds)
 
 

@@ -832,7 +832,7 @@ QUANTIZED = {
 @pytest.mark.crossed(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", QUANTIZED.values(), ids=QUANTIZED)
-def test_codes_are_multiplied_on_the_device_in_any_format(quantized):
+def test_qvalues_are_multiplied_on_the_device_in_any_format(quantized):
     """Offloaded quantized values cross the bus as they are; each kernel is that which the plan counts on."""
     axes = {"low_bits": quantized, "perturbations": {"rng": "counter"}}
     device, numbers = trained({**OFFLOADED, **axes}, shape="opt-untied")
