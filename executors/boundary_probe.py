@@ -152,20 +152,20 @@ def probe_boundaries(
                 hint="name a codec with bits, such as q4",
             )
     with torch.no_grad():
-        found = [boundary_tensors(model, batch) for batch in batches]
+        batch_tensors = [boundary_tensors(model, batch) for batch in batches]
         signs = _both_signs(model, batches[0], epsilon, seed)
         tensors = [
             _report(
                 split_point,
                 name,
                 spec,
-                [kept[split_point][name] for kept in found],
+                [kept[split_point][name] for kept in batch_tensors],
                 _at(signs, split_point, name),
                 epsilon,
                 seed,
             )
             for split_point in split_points_of(model)
-            for name in found[0][split_point]
+            for name in batch_tensors[0][split_point]
             for spec in specs
         ]
         plain = [float(loss_through(model, batch, {})) for batch in batches]

@@ -46,8 +46,8 @@ def present_option(spelled: str, known: Collection[str]) -> str:
     if spelled in known:
         return spelled
     for prefix in ("--", "--no-"):
-        for earlier, present in OPTIONS:
-            renamed = prefix + present[2:]
+        for earlier, now in OPTIONS:
+            renamed = prefix + now[2:]
             if spelled == prefix + earlier[2:] and renamed in known:
                 return renamed
     return spelled
@@ -55,7 +55,7 @@ def present_option(spelled: str, known: Collection[str]) -> str:
 
 def present_value(option: str, value: Any) -> Any:
     """Return an option's value in its present spelling; one that was not renamed as it is."""
-    return next((present for named, earlier, present in VALUES if (named, earlier) == (option, value)), value)
+    return next((now for named, earlier, now in VALUES if (named, earlier) == (option, value)), value)
 
 
 def in_present_spelling(arguments: Sequence[str], parameters: Iterable[Any]) -> Iterator[str]:
@@ -82,10 +82,10 @@ def in_present_spelling(arguments: Sequence[str], parameters: Iterable[Any]) -> 
 
 
 def _present_value(option: str, value: str) -> str:
-    present = present_value(option, value)
-    if present != value:
-        _warn(f"{option} {value} is now {option} {present}")
-    return str(present)
+    now = present_value(option, value)
+    if now != value:
+        _warn(f"{option} {value} is now {option} {now}")
+    return str(now)
 
 
 def _warn(what: str) -> None:
@@ -106,7 +106,7 @@ def in_present_words(settings: dict[str, Any], known: Collection[str], stackleve
         As of :func:`warnings.warn`, counted from the caller of this function.
     """
     options = {_option(name) for name in known}
-    present = {}
+    now = {}
     for spelled, given in settings.items():
         option = present_option(_option(spelled), options)
         name, value = option[2:].replace("-", "_"), given
@@ -118,8 +118,8 @@ def in_present_words(settings: dict[str, Any], known: Collection[str], stackleve
         if isinstance(given, str) and (value := present_value(option, given)) != given:
             message = f"{name}={given!r} is now {name}={value!r}; {GONE_SOON}"
             warnings.warn(message, DeprecationWarning, stacklevel=stacklevel + 1)
-        present[name] = value
-    return present
+        now[name] = value
+    return now
 
 
 def _option(name: str) -> str:

@@ -280,7 +280,7 @@ def quantized_forward_work(
             passes["inputs"] += times * rows * inputs
             num_kernels += 5 * times
             alive += rows * (inputs + 4) + shared
-            largest = max(largest, alive + _quantized_input_bytes(rows, inputs, width, kernel))
+            largest = max(largest, alive + _quantizing_bytes(rows, inputs, width, kernel))
         # Rows of the perturbation that are not 0: their mean, which time is made of, and their most, which memory is.
         nonzero, most = round(outputs * nonzero_share) * is_beside, _most_rows(outputs, nonzero_share)
         passes["unpacking"] += times * nonzero * inputs * is_packed
@@ -340,7 +340,7 @@ def quantized_forward_work(
     )
 
 
-def _quantized_input_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
+def _quantizing_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     """Return what inputs take while they become quantized, in float32 a part at a time, and where these become numbers again, whole."""
     elements = rows * inputs
     if kernel == "dequantise":

@@ -196,12 +196,12 @@ class Experts(BaseModel):
         even = (1.0,) * self.num_experts
         total, left = self.shares or even, float(self.num_per_token)
         # No token visits an expert twice: what a large share has above 1 goes to the others.
-        chances = sorted(total, reverse=True)
-        rest, visited = sum(chances), 0.0
-        for share in chances:
-            chance = min(1.0, left * share / rest) if rest else 0.0
-            visited += 1 - (1 - chance) ** num_tokens
-            left, rest = left - chance, rest - share
+        ordered = sorted(total, reverse=True)
+        rest, visited = sum(ordered), 0.0
+        for share in ordered:
+            probability = min(1.0, left * share / rest) if rest else 0.0
+            visited += 1 - (1 - probability) ** num_tokens
+            left, rest = left - probability, rest - share
         return visited
 
     def visited_bounds(self, num_tokens: int) -> tuple[int, int]:

@@ -534,10 +534,10 @@ class SegmentedModel:
         """Find out whether one token will do for all but the head's input; raise if the head reads more than that."""
         for self._head_needs_shape in (False, True):
             try:
-                found = self._logits(handed), self._run_head(handed, labels=labels).loss
+                answers = self._logits(handed), self._run_head(handed, labels=labels).loss
             except _FAILURES:
                 continue
-            if are_same(found, (whole.logits, whole.loss)):
+            if are_same(answers, (whole.logits, whole.loss)):
                 return
         raise UnsplitError(self.model, "its head reads more than what the last block leaves")
 

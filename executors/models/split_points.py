@@ -57,11 +57,11 @@ def boundary_tensors(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, di
     ModelError
         If a block's MLP is none of those that are known.
     """
-    found: dict[SplitPoint, dict[BoundaryTensor, Tensor]] = {}
+    tensors: dict[SplitPoint, dict[BoundaryTensor, Tensor]] = {}
 
     def keep(split_point: SplitPoint) -> Change:
         def kept(name: BoundaryTensor, tensor: Tensor) -> Tensor:
-            found.setdefault(split_point, {})[name] = (
+            tensors.setdefault(split_point, {})[name] = (
                 tensor.detach().reshape(*batch["input_ids"].shape, -1).clone()
             )
             return tensor
@@ -69,7 +69,7 @@ def boundary_tensors(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, di
         return kept
 
     loss_through(model, batch, {split_point: keep(split_point) for split_point in split_points_of(model)})
-    return found
+    return tensors
 
 
 def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoint, Change]) -> Tensor:

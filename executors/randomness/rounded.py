@@ -355,7 +355,7 @@ class RoundedSampler:
         """Fill a matrix that is 0 but in some rows, for which alone numbers are drawn."""
         view.zero_()
         matrix = view.view(*self._shapes[parameter])
-        # Of a token table the numbers of all rows that move would be larger than its quantized values.
+        # Of a token table the numbers of all nonzero rows would be larger than its quantized values.
         num = max(1, _ROW_ELEMENTS_AT_ONCE // matrix.shape[1])
         for there, here in zip(*(part.split(num) for part in rows), strict=True):
             matrix[there] = self._rows_of(here, parameter, key, keys)

@@ -312,7 +312,7 @@ def check_sparse_moments(context: Context) -> Outcome:
         # Of quantized values of 3 bits a row that is drawn may be 0 all the same; of 8 bits hardly ever.
         if bits == 8:
             parts[f"{title}, rows"] = compare_means(
-                "rows that move, and both rows",
+                "nonzero rows, and both rows",
                 shares,
                 torch.tensor([kept, kept**2], dtype=torch.float64),
                 along=False,
@@ -570,7 +570,7 @@ def check_qvalues_on_ranks(context: Context) -> Outcome:
         }
     unlike: list[str] = []
     start = _run(Case(num_queries=2, num_steps=0), low_bits, context.seed)[0][1]
-    num_moved = sum(not torch.equal(value, start[name]) for name, value in whole[1].items())
+    num_changed = sum(not torch.equal(value, start[name]) for name, value in whole[1].items())
     for name, (wanted, case, log) in others.items():
         for number, (records, weights) in enumerate(_run(case, low_bits, context.seed, log)):
             for record, known in zip(records, wanted[0][len(log) :], strict=True):
@@ -589,7 +589,7 @@ def check_qvalues_on_ranks(context: Context) -> Outcome:
                 "weights and projected gradients that differ in a bit",
                 tuple(unlike[:5]),
             ),
-            "it trains": exceeds(float(num_moved), 10.0, what="parameters that are not as they were"),
+            "it trains": exceeds(float(num_changed), 10.0, what="parameters that are not as they were"),
         }
     )
 

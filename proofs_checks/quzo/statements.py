@@ -812,7 +812,7 @@ def check_outlier_qvalue(_context: Context) -> Outcome:
     )
 
 
-def check_sampled_qvalues(context: Context) -> Outcome:
+def check_sampled_values(context: Context) -> Outcome:
     """Compare moments of two roundings of 3 bits, as runs draw them, with quadrature over normals."""
     rounding = RoundedPerturbation("gaussian", 3)
     first, second = sampled_pair(rounding, (context.samples(3_000_000, 800_000),), context.seed)
@@ -911,7 +911,7 @@ CHECKS: Checks = {
     ),
     "quzo-second-moments": (
         printed(check_relative_squares, quantized.SAME_KEY, quantized.SAMPLED_NEAREST, clamp_left_out),
-        printed(check_sampled_qvalues, quantized.SAME_KEY, quantized.SAMPLED_LONG, quantized.SAMPLED_NEAREST),
+        printed(check_sampled_values, quantized.SAME_KEY, quantized.SAMPLED_LONG, quantized.SAMPLED_NEAREST),
     ),
     "quzo-lattice-keeps-a-gradient": counterexample(
         quantized.check_moves_on_a_lattice,

@@ -80,8 +80,9 @@ def test_names_are_words_of_the_field() -> None:
         if file.startswith(("costmodel/", "executors/", "zosim/"))
         for name in names_in(tree) & (PRIVATE_IN_ZOSIM if file.startswith("zosim/") else PRIVATE_WORDS)
     }
-    # What was found when an evidence file was made again is a key of what `zosim evidence check --json` prints.
-    assert used <= {"zosim/applications/evidence/file.py: found"}
+    # What was found when an evidence file was made again is a key of what `zosim evidence check --json` prints. An option that was
+    # renamed has an earlier and a present spelling.
+    assert used <= {"zosim/applications/evidence/file.py: found", "zosim/renamed.py: present"}
 
 
 def test_texts_are_in_words_of_the_field() -> None:

@@ -132,8 +132,8 @@ class Program(Document):
     def from_data(cls, data: Mapping[str, Any], where: str) -> Program:
         """Return the program that :meth:`to_data` made."""
         with readable(f"program {where}", ProgramError):
-            present = _upgraded(data) if data.get("version") == 1 else dict(data)
-            return _ADAPTER.validate_python(with_present_names(present, RENAMED))
+            upgraded = _upgraded(data) if data.get("version") == 1 else dict(data)
+            return _ADAPTER.validate_python(with_present_names(upgraded, RENAMED))
 
     def to_json(self) -> str:
         """Return the program as JSON, one instruction to a line so that it can be edited by hand."""
