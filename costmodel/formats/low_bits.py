@@ -84,12 +84,12 @@ _CONTAINERS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """How the weights of linear layers are kept: quantized, and scales that they are multiplied by.
+    """How the weights of linear layers are quantized: format, scales and zero points.
 
     Attributes
     ----------
     format : str
-        Of the quantized values.
+        Format of the stored values.
     scales : str
         What shares a scale.
     group_elements : int
@@ -124,33 +124,33 @@ class QuantConfig:
 
     @property
     def of_adapters(self) -> QuantConfig | None:
-        """How A and B of adapters are kept; None where they are numbers."""
+        """How A and B of adapters are quantized; None if they are not."""
         return None if self.adapters is None else QuantConfig(self.adapters, "tensor", dtype=self.dtype)
 
     def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
-        """Return the matrices of a group that are quantized and are tuned: of its layers, or of adapters beside them."""
+        """Return the quantized matrices of a group that are tuned: of its layers, or of adapters."""
         beside = self.of_adapters
         adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
         return [*((one, self) for one in group.linears), *adapters]
 
     def frozen(self, group: ParamGroup) -> list[QuantizedMatrix]:
-        """Return the matrices of a group that are quantized and stay as they are."""
+        """Return the quantized matrices of a group that are frozen."""
         return [(one, self) for one in group.frozen_linears]
 
     @property
     def container_bits(self) -> int:
-        """Bits that a quantized value takes in memory."""
+        """Bits of a stored value in memory."""
         return next(bits for bits in _CONTAINERS if bits >= FORMATS[self.format].bits)
 
     def num_scales(self, linear: Linear) -> int:
-        """Return the scales of a weight."""
+        """Return the number of scales of a weight."""
         outputs, inputs = linear
         return {"tensor": 1, "channel": outputs, "group": outputs * (inputs // self.group_elements)}[
             self.scales
         ]
 
     def qvalue_bytes(self, linear: Linear) -> int:
-        """Return the bytes of a weight's quantized values; every output channel begins with a byte of its own."""
+        """Return the bytes of a weight's stored values; each output channel begins with a new byte."""
         outputs, inputs = linear
         return outputs * -(-inputs * self.container_bits // 8)
 

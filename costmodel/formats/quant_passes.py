@@ -1,4 +1,4 @@
-"""What is done again and again to quantized values, and to what they are made of or multiplied by: passes over elements, and calls."""
+"""Passes over quantized values and calls of quantized layers: their rates on a CPU, and their bytes elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QuantPass = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What is done again and again to quantized values.
+    """The cost of one pass over quantized values, or of one call.
 
     Attributes
     ----------

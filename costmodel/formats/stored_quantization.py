@@ -1,4 +1,4 @@
-"""Models that another tool has quantised: what their ``config.json`` says of the quantized values that lie beside it.
+"""Models that another tool has quantized: how their ``config.json`` describes the stored weights.
 
 Four layouts are known: that of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ's, AWQ's, and one
 of zosim's own, for quantized values that none of these has a place for. What has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
@@ -48,7 +48,7 @@ QUANTIZED_SUFFIXES = (
     "scales",
     "g_idx",
 )
-"""Last parts of the names of tensors that are quantized, or belong to them."""
+"""Suffixes of the names of quantized tensors and of those that belong to them."""
 
 
 class StoredQuantization(BaseModel):
@@ -97,14 +97,14 @@ def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantiz
     Parameters
     ----------
     config : mapping
-        Fields of its ``config.json``.
+        Fields of the model's ``config.json``.
     source : str
         Where they were read, for messages.
 
     Raises
     ------
     ModelError
-        If the quantized values have no counterpart here; the message says what of them.
+        If the quantization is not supported; the message says which part.
     """
     quantization = config.get("quantization_config")
     # MLX says it under a name of its own, and in newer files under the other one as well, without a method.
@@ -309,7 +309,7 @@ def _awq(quantization: Mapping[str, Any], where: str) -> StoredQuantization:
 
 
 def own_quantization_config(quant_config: QuantConfig) -> dict[str, Any]:
-    """Return the ``quantization_config`` of quantized values that lie in files as zosim has them in memory."""
+    """Return the ``quantization_config`` of zosim's own layout, in which files hold what memory does."""
     stored = StoredQuantization(
         layout="zosim",
         weights=quant_config.format,
@@ -336,7 +336,7 @@ def _own(quantization: Mapping[str, Any], where: str) -> StoredQuantization:
 
 
 def refuse_unwritable(quant_config: QuantConfig) -> None:
-    """Raise for quantized values that compressed-tensors has no format for.
+    """Raise if compressed-tensors has no format for these weights.
 
     Raises
     ------
@@ -344,6 +344,6 @@ def refuse_unwritable(quant_config: QuantConfig) -> None:
     """
     if FORMATS[quant_config.format].is_float and quant_config.format != "float8_e4m3":
         raise PlanError(
-            f"a quantized directory in {quant_config.format} has no format that compressed-tensors knows",
+            f"compressed-tensors has no format for weights in {quant_config.format}",
             hint="write it in zosim's own layout (--save-as zosim), or as numbers (--save-as numbers)",
         )

@@ -1,8 +1,7 @@
-"""Grids of values that numbers are rounded to: to the nearest, or at random and right on average.
+"""Grids of quantized values, with rounding to the nearest value and unbiased stochastic rounding.
 
-A grid counts in its own units; a scale makes values of them. What a rounding is on average is said beside it: for a number ``x``
-between neighbours ``a <= x <= b`` of the grid, rounding at random gives ``b`` with the probability ``(x - a)/(b - a)``, so its mean
-is ``x`` and its variance ``(x - a)·(b - x)``. Beyond the ends of the grid both roundings give the end.
+A grid has units of its own, which a scale turns into weights. Stochastic rounding of ``x`` between neighbours ``a <= x <= b`` gives
+``b`` with probability ``(x - a)/(b - a)``. Its mean is ``x``, and its variance ``(x - a)·(b - x)``. Both roundings clamp at the ends.
 """
 
 from __future__ import annotations
@@ -19,20 +18,17 @@ from costmodel.formats import FORMATS, QuantFormat
 
 
 def towards_zero(numbers: Tensor) -> Tensor:
-    """Round each of `numbers` to the next whole number towards 0, in its place.
-
-    The numbers are those of ``trunc_``, which torch does not vectorise on every CPU.
-    """
+    """Truncate `numbers` in place, as ``trunc_`` does, which torch does not vectorise on every CPU."""
     return numbers.div_(1, rounding_mode="trunc")
 
 
 def num_nonzero(numbers: Tensor) -> Tensor:
-    """Count those that are not 0: on a CPU as Booleans, which it counts faster."""
+    """Count nonzero numbers; on a CPU as Booleans, which it counts faster."""
     return torch.count_nonzero(numbers.bool() if numbers.device.type == "cpu" else numbers)
 
 
 class Grid(ABC):
-    """Values that quantized values stand for, in ascending order, symmetric about 0 or not.
+    """The values of a format, symmetric about 0 or not.
 
     Attributes
     ----------
@@ -45,32 +41,32 @@ class Grid(ABC):
 
     @abstractmethod
     def below(self, numbers: Tensor) -> Tensor:
-        """Return the largest value of the grid, continued beyond its ends, that is not above each number."""
+        """Round each number down to the grid, which continues beyond its ends."""
 
     @abstractmethod
     def step(self, numbers: Tensor) -> Tensor | float:
-        """Return how far the next value above :meth:`below` is."""
+        """Return the distance from :meth:`below` to the next value."""
 
     @abstractmethod
     def symbols(self, values: Tensor) -> Tensor:
-        """Return values of the grid as uint8 symbols, of which the lowest bits count."""
+        """Return grid values as they are stored: uint8, of which the lowest bits count."""
 
     @abstractmethod
     def values(self, symbols: Tensor) -> Tensor:
-        """Return what symbols stand for, in int8 or float32."""
+        """Return the grid values of stored `symbols`: int8, int16 or float32."""
 
     def clamped(self, numbers: Tensor) -> Tensor:
-        """Return numbers no farther out than the ends of the grid."""
+        """Clamp numbers to the range of the grid."""
         return numbers.clamp(self.low, self.high)
 
     def nearest(self, numbers: Tensor) -> Tensor:
-        """Return the nearest value to each number; of two as near, the one whose quantized value is even."""
+        """Round to the nearest grid value; ties go down."""
         inside = self.clamped(numbers)
         below, step = self.below(inside), self.step(inside)
         return below.add_(((inside - below) / step).round_() * step)
 
     def at_random(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
-        """Return a neighbour of each number: that above with the probability of the distance from that below.
+        """Round each number stochastically to one of its two neighbours.
 
         Parameters
         ----------
@@ -92,13 +88,13 @@ class Grid(ABC):
 
 @dataclass(frozen=True)
 class Integers(Grid):
-    """Whole numbers from `low` to `high`, two's complement where they have a sign."""
+    """Integers from `low` to `high`, in two's complement if `low` is negative."""
 
     low: float
     high: float
 
     def below(self, numbers: Tensor) -> Tensor:
-        """Return each number rounded down."""
+        """Round down."""
         return numbers.floor()
 
     def step(self, numbers: Tensor) -> Tensor | float:  # noqa: ARG002 - others differ along the grid
@@ -106,9 +102,9 @@ class Integers(Grid):
         return 1.0
 
     def at_random(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
-        """Return a neighbour of each number, in fewer passes: up where number and uniform reach the next one together.
+        """Round stochastically in fewer passes: add the uniforms, then round down.
 
-        The sum is rounded once, so a mean may be off by the last bit of the largest quantized value. The uniforms are lost.
+        The sum is rounded once, so a mean may be off by the last bit of the largest value. `uniforms` is overwritten.
         """
         return uniforms.add_(numbers).floor_().clamp_(self.low, self.high)
 
@@ -118,7 +114,7 @@ class Integers(Grid):
         return values.to(torch.int16).to(torch.uint8)
 
     def values(self, symbols: Tensor) -> Tensor:
-        """Return the numbers: int8 where they have a sign, else int16."""
+        """Return the integers: int8 if they are signed, else int16."""
         if self.low >= 0:
             return symbols.to(torch.int16)
         signed = symbols.view(torch.int8)
@@ -131,7 +127,7 @@ class Integers(Grid):
 
 @dataclass(frozen=True)
 class Floats(Grid):
-    """Binary floating-point numbers with a sign, subnormal ones included, without infinities.
+    """Signed binary floating-point numbers, with subnormals and without infinities.
 
     Attributes
     ----------
@@ -151,13 +147,13 @@ class Floats(Grid):
         return -self.high
 
     def step(self, numbers: Tensor) -> Tensor:
-        """Return the distance between the neighbours of each number: constant between powers of two."""
+        """Return the distance between the neighbours of each number, constant between powers of two."""
         # frexp gives a mantissa below 1, and so an exponent one too high.
         exponents = torch.frexp(numbers)[1].sub_(1).clamp_(min=self.smallest_exponent)
         return torch.ldexp(torch.ones_like(numbers), exponents - self.mantissa_bits)
 
     def below(self, numbers: Tensor) -> Tensor:
-        """Return the neighbour below."""
+        """Round down to the grid."""
         step = self.step(numbers)
         return (numbers / step).floor_().mul_(step)
 
@@ -183,19 +179,19 @@ class Floats(Grid):
 
     @property
     def num_finite(self) -> int:
-        """Symbols with a sign of 0 that are numbers, where the format has others; else 0."""
+        """Number of nonnegative finite values, in formats that also have NaNs or infinities; else 0."""
         wide = self._wide_type
         return 0 if wide is None else {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}[wide]
 
     @property
     def _wide_type(self) -> torch.dtype | None:
-        """What torch calls the format, where it has a byte."""
+        """The torch dtype of the format, if it has eight bits."""
         bytes_of_torch = {(3, -6): torch.float8_e4m3fn, (2, -14): torch.float8_e5m2}
         return bytes_of_torch.get((self.mantissa_bits, self.smallest_exponent))
 
     @property
     def _levels(self) -> tuple[float, ...]:
-        """Magnitudes in order, those below the smallest normal number first.
+        """Magnitudes in ascending order, subnormals first.
 
         Examples
         --------
@@ -217,15 +213,16 @@ class Floats(Grid):
 
 @cache
 def grid_of(name: QuantFormat, *, has_zero_point: bool = False, is_full_range: bool = False) -> Grid:
-    """Return the grid of a format.
+    """Return the grid of a format, in units of its scale.
 
     Parameters
     ----------
     name : str
+        Such as ``"int4"``.
     has_zero_point : bool
-        Whether integers run from 0 up, a zero point taken off later; else as far below 0 as above.
+        Whether integers start at 0, with a zero point to subtract; else they are symmetric about 0.
     is_full_range : bool
-        Whether those below 0 run one farther.
+        Whether symmetric integers have one more negative value, such as -8 of int4.
     """
     if name in _FLOATS:
         return _FLOATS[name]

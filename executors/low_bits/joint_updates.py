@@ -1,4 +1,4 @@
-"""Updates of several quantized weights: on an accelerator, where a kernel's launch takes longer than its work, in one pass each."""
+"""Updates of several quantized weights in shared passes, since a kernel's launch takes longer than its work on an accelerator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from executors.low_bits.quantized import QuantizedTensor
 
 _SHARED_ELEMENTS = 1 << 22
-"""Elements that share passes, which bounds their temporaries."""
+"""Maximum elements that share a pass, which bounds temporaries."""
 
 
 class JointUpdate(NamedTuple):
@@ -50,12 +50,12 @@ def shares_passes(quantized: QuantizedTensor) -> bool:
 def update_jointly(
     updates: Sequence[JointUpdate], factor: float | DeviceScalar, *, decay: float, counted: UpdateCounts
 ) -> None:
-    """Change each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.apply` does, to the same bits.
+    """Update each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.apply` does, bit for bit.
 
     Parameters
     ----------
     updates : sequence of JointUpdate
-        Of one QuantConfig, with :func:`shares_passes`.
+        Of weights with one QuantConfig, for which :func:`shares_passes` holds.
     factor : float or DeviceScalar
     decay : float
     counted : UpdateCounts
@@ -70,7 +70,7 @@ def _update(updates: Sequence[JointUpdate], by: float | Tensor, decay: float, co
     weights = [update.quantized for update in updates]
     grid, sizes = weights[0].grid, [quantized.shape.numel() for quantized in weights]
     levels = torch.cat([quantized.levels().reshape(-1) for quantized in weights]).float()
-    # The reciprocal before the factor, as :meth:`~executors.low_bits.quantized.QuantizedTensor.apply` has it, so that the bits are the same.
+    # The reciprocal before the factor, as in QuantizedTensor.apply: the same bits.
     units = torch.cat([quantized.scales.reshape(-1) for quantized in weights]).float().reciprocal().mul_(by)
     change = torch.empty_like(levels)
     of_scales = units.split([quantized.scales.numel() for quantized in weights])

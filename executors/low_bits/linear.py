@@ -1,7 +1,7 @@
-"""Linear layers whose weights are quantized, and the products that they are made of.
+"""Linear layers with quantized weights, and their matrix products.
 
-At an evaluation point the weights stay where they are: with a rounded perturbation ``û``, ``θ + ε·û`` is made for one layer at
-a time, or its part of the output is a product of its own.
+A perturbed forward leaves the stored weights as they are. With a rounded perturbation ``û``, either ``θ + ε·û`` is made for one layer
+at a time, or the perturbation's share of the output is a product of its own.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is quantized, once it holds any. Its parameter ``weight`` then has a shape and no memory.
+    """A linear layer that can hold a quantized weight. Its parameter ``weight`` then has a shape and no storage.
 
     Attributes
     ----------
     quant_config : QuantConfig or None
-        How the weight is kept once it is quantized.
+        How the weight is, or will be, quantized.
     quantized : QuantizedTensor or None
-        May be given as a function that reads it, which then is called whenever the quantized values are asked for.
+        The quantized weight. A function given in its place is called at each access.
     beside : Beside or None
-        What is added to the weight at the evaluation point that is forwarded.
+        Perturbation added to the weight in the current forward.
     was : type
-        Class of the layer before: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight is of shape (inputs, outputs).
+        Original class: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight has shape (inputs, outputs).
     product : str
         See :data:`zosim.plans.low_bits.KernelName`.
     input_scales, input_format : str
@@ -69,7 +69,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def quantized(self) -> QuantizedTensor | None:
-        """The quantized values."""
+        """The quantized weight, or None while the layer holds plain numbers."""
         return self._quantized() if callable(self._quantized) else self._quantized
 
     @quantized.setter
@@ -77,7 +77,7 @@ class QuantizedLinear(nn.Linear):
         self._quantized = given
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Return what the quantized values stand for, in the shape that files have."""
+        """Return the dequantized weight, in the shape that files have."""
         quantized = self.quantized
         assert quantized is not None
         values = quantized.values(dtype)
@@ -126,9 +126,9 @@ class QuantizedLinear(nn.Linear):
         return output.view(*inputs.shape[:-1], -1)
 
     def _inputs_of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the quantized values and scales of inputs, which other layers that read the same tensor have made already.
+        """Return quantized inputs and their scales.
 
-        They live as long as the tensor: queries, keys and values are made of one.
+        They are cached on the tensor, since the query, key and value projections read the same one.
         """
         kept: _QuantizedInputs | None = getattr(inputs, _QUANTIZED_INPUTS, None)
         if (
@@ -145,7 +145,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _QuantizedInputs(NamedTuple):
-    """Inputs quantized, how they were made, and of which version of the tensor."""
+    """Cached quantized inputs, with their settings and the version of the tensor."""
 
     version: int
     by: tuple[InputScales, InputFormat]
@@ -157,7 +157,7 @@ _QUANTIZED_INPUTS = "_zosim_quantized_inputs"
 
 
 class _PerturbationProduct:
-    """The part of an output that a multiple of a perturbation adds.
+    """The share of an output that comes from a scaled perturbation.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ class _PerturbationProduct:
 
 
 def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of an output that is made part by part: on a CPU such that a part's sums stay in cache."""
+    """Yield rows and columns of an output's tiles, whose sums fit a CPU's cache."""
     rows, columns = num_rows, num_columns
     if device == "cpu":
         rows = min(num_rows, TILE_ROWS)
@@ -201,7 +201,23 @@ def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice
 
 
 def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
-    """Return inputs as int8 or e4m3 numbers, to the nearest, and the float32 scales of tokens or of all."""
+    """Quantize inputs to the nearest int8 or e4m3 value, with a scale per token or one for all.
+
+    Parameters
+    ----------
+    inputs : torch.Tensor
+        Shape (tokens, features), floating point.
+    scope : {"token", "tensor"}
+        What shares a scale.
+    kind : {"int8", "float8"}
+
+    Returns
+    -------
+    qvalues : torch.Tensor
+        int8 or float8_e4m3fn, shape of `inputs`.
+    scales : torch.Tensor
+        float32, shape (tokens, 1) or (1, 1).
+    """
     num_rows, width = inputs.shape
     by_token = scope == "token"
     qvalues = torch.empty_like(inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
-"""A quantized weight and its scales, in memory of its own or in a program's buffer.
+"""Quantized weights: stored values, scales and zero points, in memory of their own or in a program's buffer.
 
-Rows are output channels. A value is ``(q - zero)·scale``, with one scale for the matrix, a row, or a group of neighbours in a row.
+Rows are output channels. A weight is ``(q - zero)·scale``, with one scale per matrix, row, or group of neighbours in a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from executors.low_bits.stored import (
 from topology.errors import ModelError
 
 Rows = slice | Tensor
-"""Some rows of a weight: neighbours, or those of ascending numbers."""
+"""Rows of a weight: a range, or ascending indices."""
 
 _QUANTIZED_ELEMENTS = {"cpu": UPDATED_ELEMENTS, "cuda": 1 << 22}
 """Elements that are quantized or updated at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
@@ -43,7 +43,7 @@ _FIT_STEPS = 20
 
 
 class Beside(NamedTuple):
-    """A multiple of a perturbation that is added to a weight.
+    """A scaled perturbation that a layer adds to its weight.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Beside(NamedTuple):
         In the shape of the weight; a tensor is int8.
     factor : float
     rows : torch.Tensor or None
-        Rows of it that are not 0; None for all.
+        Indices of its nonzero rows; None for all.
     rows_on_host : torch.Tensor or None
         The same on the host, unless `rows` are there.
     """
@@ -62,12 +62,12 @@ class Beside(NamedTuple):
     rows_on_host: Tensor | None = None
 
     def bind(self, place: BoundParameter) -> None:
-        """Let the layer add it."""
+        """Make the layer add this perturbation."""
         assert place.layer is not None
         place.layer.beside = self
 
     def within(self, outputs: slice) -> tuple[Tensor, slice]:
-        """Return the numbers of the `rows` within some outputs, counted from the first of these, and where they stand there."""
+        """Return the nonzero rows within some outputs, counted from the first of these, and their positions among `rows`."""
         assert self.rows is not None
         # Asked on the host: to slice by what is on a device waits for it.
         on_host = self.rows if self.rows_on_host is None else self.rows_on_host
@@ -75,11 +75,11 @@ class Beside(NamedTuple):
         return self.rows[first:last] - outputs.start, slice(first, last)
 
     def add_to(self, weight: Tensor) -> None:
-        """Add it to a weight that was dequantized."""
+        """Add the perturbation to a dequantized weight, in place."""
         if self.rows is not None:
             weight[self.rows] = weight[self.rows].add_(self.perturbation[self.rows], alpha=self.factor)
             return
-        # Packed quantized values are taken out in pieces, which stay in a CPU's cache.
+        # Packed values are unpacked in pieces that stay in a CPU's cache.
         most = weight.numel() if isinstance(self.perturbation, Tensor) else PIECE_ELEMENTS[weight.device.type]
         num = max(1, most // weight.shape[1])
         for begin in range(0, len(weight), num):
@@ -89,7 +89,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedTensor(Stored):
-    """Quantized values, and scales that they are multiplied by.
+    """A quantized weight: stored values, scales and, where there are any, zero points.
 
     Attributes
     ----------
@@ -97,11 +97,11 @@ class QuantizedTensor(Stored):
     shape : torch.Size
         Outputs and inputs.
     qvalues : torch.Tensor
-        uint8, shape (outputs, bytes of a row).
+        uint8, shape (outputs, bytes per row); several values of fewer than 8 bits share a byte.
     scales : torch.Tensor
         Shape (1, 1), (outputs, 1) or (outputs, groups).
     zeros : torch.Tensor or None
-        uint8, of the same shape.
+        uint8, in the shape of `scales`.
     """
 
     quant_config: QuantConfig
@@ -112,7 +112,7 @@ class QuantizedTensor(Stored):
 
     @classmethod
     def empty(cls, quant_config: QuantConfig, shape: torch.Size, device: torch.device) -> QuantizedTensor:
-        """Return one in memory of its own."""
+        """Allocate a quantized weight of zeros."""
         shapes = shapes_of(quant_config, shape).values()
         tensors = [torch.zeros(of, dtype=dtype, device=device) for of, dtype in shapes]
         return cls(quant_config, shape, *tensors)
@@ -121,15 +121,15 @@ class QuantizedTensor(Stored):
     def of_symbols(
         cls, quant_config: QuantConfig, symbols: Tensor, scales: Tensor, zeros: Tensor | None = None
     ) -> QuantizedTensor:
-        """Return one whose quantized values are uint8 `symbols` of a byte each, shape (outputs, inputs); those of 8 bits are not copied."""
+        """Return a weight of uint8 `symbols`, shape (outputs, inputs); those of 8 bits are not copied."""
         return cls(quant_config, symbols.shape, _joined(symbols, quant_config.container_bits), scales, zeros)
 
     def symbols(self) -> Tensor:
-        """Return the quantized values as uint8 numbers of a byte each, of which the lowest bits count."""
+        """Return the stored values unpacked: uint8, shape (outputs, inputs), of which the lowest bits count."""
         return _parted(self.qvalues, self.quant_config.container_bits, self.shape[1])
 
     def dump(self) -> Mapping[str, Tensor]:
-        """Return what it is held in, by the suffixes of names."""
+        """Return the tensors of the weight, by the suffixes of their names in files."""
         held = {"": self.qvalues, "_scale": self.scales}
         return held if self.zeros is None else held | {"_zero": self.zeros}
 
@@ -140,7 +140,7 @@ class QuantizedTensor(Stored):
 
     @property
     def grid(self) -> Grid:
-        """Real values of quantized weights."""
+        """The values of the format, before zero point and scale."""
         quant_config = self.quant_config
         return grid_of(
             quant_config.format,
@@ -149,14 +149,14 @@ class QuantizedTensor(Stored):
         )
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedTensor:  # noqa: ARG002 - quantized values are in no other
-        """Return it on another device; itself where it is there."""
+        """Return the weight on a device; itself if it is there."""
         if self.device == device:
             return self
         tensors = (tensor.to(device) for tensor in self.dump().values())
         return QuantizedTensor(self.quant_config, self.shape, *tensors)
 
     def bind(self, place: BoundParameter) -> None:
-        """Let the layer read these quantized values; its parameter has a shape and no memory."""
+        """Make the layer read this weight; the parameter keeps a shape and no storage."""
         assert place.layer is not None
         # Not by a method: a layer that adapters were merged into meanwhile is a plain one, and nobody reads what it is given here.
         place.layer.quantized, place.layer.beside = self, None
@@ -168,7 +168,7 @@ class QuantizedTensor(Stored):
         return nothing(self.shape, self.scales.dtype, self.device)
 
     def load(self, other: Stored, name: str) -> None:
-        """Take over quantized values, or quantize numbers."""
+        """Copy another quantized weight, or quantize numbers."""
         if isinstance(other, DenseTensor):
             self.encode(other.values, name)
             return
@@ -179,7 +179,7 @@ class QuantizedTensor(Stored):
 
     @classmethod
     def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[Beside]:
-        """Return what layers add to their products; quantized values stay where they are."""
+        """Return the perturbations that layers add; the stored weights stay as they are."""
         assert step.rounding is not None
         scale = step.scale * step.rounding.unit
         return [Beside(one.perturbation, scale, *(step.rows(one.place.index) or ())) for one in along]
@@ -187,12 +187,12 @@ class QuantizedTensor(Stored):
     # -- values ------------------------------------------------------------------------------------------------
 
     def levels(self, rows: Rows = slice(None)) -> Tensor:
-        """Return what the quantized values of some rows stand for, before zero point and scale: int8 or int16, or float32."""
+        """Return the grid values of some rows, before zero point and scale: int8, int16 or float32."""
         symbols = _parted(self.qvalues[rows], self.quant_config.container_bits, self.shape[1])
         return self.grid.values(symbols)
 
     def values(self, dtype: torch.dtype, rows: Rows = slice(None)) -> Tensor:
-        """Return the weights of some rows."""
+        """Return the dequantized weights of some rows."""
         levels = self.levels(rows)
         grouped = levels.view(levels.shape[0], -1, self.group_elements)
         if self.zeros is not None:
@@ -201,7 +201,7 @@ class QuantizedTensor(Stored):
         return torch.mul(grouped, self._of(self.scales, rows), out=values).view(levels.shape)
 
     def has_invalid_qvalues(self) -> bool:
-        """Whether a quantized value is an infinity or no number, or one farther than the grid goes."""
+        """Whether a stored value is infinite, NaN or beyond the grid."""
         grid = self.grid
         if isinstance(grid, Floats):
             return bool(grid.num_finite and (self.qvalues.bitwise_and(127) >= grid.num_finite).any())
@@ -209,7 +209,7 @@ class QuantizedTensor(Stored):
         return not uses_lowest and bool((self.levels() < grid.low).any())
 
     def encode(self, weights: Tensor, name: str = "") -> None:
-        """Take scales that suit `weights`, and the quantized values nearest to them.
+        """Quantize `weights` to the nearest value, with scales fitted to them.
 
         Raises
         ------
@@ -230,13 +230,13 @@ class QuantizedTensor(Stored):
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
     def write(self, weights: Tensor) -> None:
-        """Take the quantized values nearest to `weights`, scales as they are."""
+        """Quantize `weights` to the nearest value, with the present scales."""
         for rows in self._pieces(self.shape[0]):
             part = weights[rows].to(self.device, torch.float32)
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
     def _fit_least_error(self, part: Tensor, rows: slice) -> None:
-        """Shrink scales, each to the one with the least squared error of what is rounded by it."""
+        """Shrink each scale to the one with the least squared rounding error."""
         scope = slice(None) if self.quant_config.scales == "tensor" else rows
         widest, best = self.scales[scope].clone(), self.scales[scope].clone()
         least = torch.full(widest.shape, torch.inf, device=part.device)
@@ -252,7 +252,7 @@ class QuantizedTensor(Stored):
         self.scales[scope] = best
 
     def _fit(self, part: Tensor, rows: slice) -> None:
-        """Take the scales, and zero points, with which the grid spans some rows."""
+        """Set scales and zero points such that the grid spans some rows."""
         grid = self.grid
         grouped = (
             part.reshape(1, 1, -1)
@@ -276,7 +276,7 @@ class QuantizedTensor(Stored):
             self.zeros[scope] = (-least / scales.float()).round_().clamp_(0, grid.high).to(torch.uint8)
 
     def _scaled(self, part: Tensor, rows: slice) -> Tensor:
-        """Return where on the grid the weights of some rows lie."""
+        """Return the weights of some rows in units of the grid."""
         grouped = part.view(len(part), -1, self.group_elements) / self._of(self.scales, rows).float()
         if self.zeros is not None:
             grouped = grouped + self._of(self.zeros, rows)
@@ -423,7 +423,7 @@ class QuantizedTensor(Stored):
     def _pieces(
         self, num_rows: int, *, all_rows: bool = False, elements: int | None = None
     ) -> Iterator[slice]:
-        """Yield some of so many rows after the other."""
+        """Yield consecutive ranges of so many rows."""
         elements = elements or _QUANTIZED_ELEMENTS.get(self.device.type, 1 << 20)
         num = num_rows if all_rows else max(1, elements // self.shape[1])
         for begin in range(0, num_rows, num):

@@ -1,6 +1,6 @@
-"""How a parameter is stored is an object: what forwards see of it, how it is updated, what memory it takes, what files have of it.
+"""Storage of a parameter as an object: its perturbed view, update, memory, and tensors in files.
 
-Five verbs say all that the rest of the executor asks. :meth:`Stored.at` and :meth:`Stored.update` take all parameters of a group that are
+Five methods are all that the rest of the executor uses. :meth:`Stored.at` and :meth:`Stored.update` take all parameters of a group that are
 stored alike: on an accelerator the launch of a kernel takes longer than its work on one of them. A sweep over a group of numbers along a
 perturbation of numbers needs neither: there the group is one flat tensor (:mod:`executors.steps.arithmetic`).
 """
@@ -20,7 +20,7 @@ from executors.device_scalars import DeviceScalar
 from executors.low_bits.packed import QValues
 
 Uniforms = Callable[[int, int], Tensor]
-"""Takes a first and a last element of a weight, and returns a float32 number in [0, 1) for each between."""
+"""Takes the first element of a weight and the one after the last; returns a float32 uniform number in [0, 1) for each."""
 
 
 class BoundParameter(Protocol):
@@ -71,16 +71,16 @@ class ChosenRows(NamedTuple):
 
 @dataclass
 class UpdateCounts:
-    """Updates of single quantized values, counted.
+    """Counts of updated elements of quantized weights.
 
     Attributes
     ----------
     num : int
-        Elements that an update was to change.
+        Elements with a nonzero update.
     unchanged : int
-        Of these, those that rounding left where they were.
+        Of these, elements that rounding left as they were.
     saturated : int
-        Of these, such that would have left the grid.
+        Of these, elements clamped at the end of the grid.
     """
 
     num: int = 0
@@ -91,7 +91,7 @@ class UpdateCounts:
         self._there: Tensor | None = None
 
     def add(self, num: Tensor, unchanged: Tensor, saturated: Tensor) -> None:
-        """Add to the three; on a device the sums stay there until :meth:`read`."""
+        """Add counts; on an accelerator the sums stay there until :meth:`read`."""
         counts = torch.stack((num, unchanged, saturated))
         # To read them here would let the host wait for the device in every update.
         if counts.device.type == "cpu":
@@ -100,7 +100,7 @@ class UpdateCounts:
             self._there = counts if self._there is None else self._there + counts
 
     def read(self) -> UpdateCounts:
-        """Return this, once the device's sums are in it."""
+        """Return the counts, with the device's sums added."""
         if self._there is not None:
             self._take(self._there)
             self._there = None
@@ -115,7 +115,7 @@ class UpdateCounts:
 
 @dataclass(frozen=True)
 class PerturbationStep:
-    """A multiple of a perturbation that leads to an evaluation point.
+    """A scaled perturbation that leads to an evaluation point.
 
     Attributes
     ----------
@@ -197,7 +197,7 @@ class Stored(ABC):
     def bind(self, place: BoundParameter) -> None:
         """Let the model compute with it where it lies."""
 
-    # -- the five verbs ----------------------------------------------------------------------------------------
+    # -- the five methods ----------------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod

@@ -333,7 +333,7 @@ def test_a_kernel_that_takes_the_place_of_another_is_told_of(tmp_path, capsys):
 def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
     base = saved_model("opt-untied", tmp_path)
     for more, reason in (
-        (("--weight-format", "float4_e2m1"), "no format that compressed-tensors knows"),
+        (("--weight-format", "float4_e2m1"), "compressed-tensors has no format for weights in float4_e2m1"),
         ((), "a plan without them has none"),
         (
             ("--weight-format", "int4", "--lora-rank", 2, "--lora-targets", "q_proj"),
