@@ -433,7 +433,7 @@ def check_quantised_base(_context: Context) -> Outcome:
             "it is not the gradient at W₀ + ΔW": exceeds(
                 float((gradient - own).norm()), 0.05, what="‖∇L(Q(W₀)) - ∇L(W₀)‖"
             ),
-            "the base's codes": is_true(torch.equal(qvalues, quantised), what="unchanged"),
+            "the base's quantized values": is_true(torch.equal(qvalues, quantised), what="unchanged"),
             "summed into bfloat16 the probe is lost": is_true(
                 torch.equal((quantised + 1e-3).bfloat16(), quantised.bfloat16())
                 or bool(((quantised + 1e-3).bfloat16() == quantised.bfloat16()).any()),

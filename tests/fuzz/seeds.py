@@ -111,7 +111,7 @@ def plan_of_stages() -> bytes:
 def quantized_plan() -> bytes:
     """A plan of quantized weights."""
     qvalues = ("--weight-format", "int4", "--weight-scales", "group", "--weight-group", "16", "--allow-lossy")
-    return plan(*qvalues, name="codes.json")
+    return plan(*qvalues, name="quantized.json")
 
 
 def plan_of_adapters() -> bytes:

@@ -91,10 +91,10 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
 @pytest.mark.parametrize("estimate", [{}, {"difference": "forward"}, {"num_queries": 2}])
 def test_text_beside_qvalues_is_of_the_whole_model_at_its_point(estimate):
     """At the head every layer adds its perturbation: the loss of the whole model, called once more, is that of the blocks in turn."""
-    losses, codes = [], {"low_bits": {"weights": "int8"}}
+    losses, low_bits = [], {"low_bits": {"weights": "int8"}}
     for axes in (
-        codes,
-        codes | SWEPT | {"perturbations": {"kept": True}},
+        low_bits,
+        low_bits | SWEPT | {"perturbations": {"kept": True}},
     ):
         model = model_of("opt", num_hidden_layers=2)
         plan = plan_of(model, **axes, estimator={"epsilon": EPSILON, **estimate})
@@ -235,11 +235,11 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", ["data=2", "perturb=2"])
-@pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
-def test_ranks_are_rewarded_for_their_own_texts(inputs, tmp_path, mesh, codes):
+@pytest.mark.parametrize("low_bits", [False, True], ids=["numbers", "quantized"])
+def test_ranks_are_rewarded_for_their_own_texts(inputs, tmp_path, mesh, low_bits):
     """Parts of a batch by turns or side by side, gone on with by as many ranks or by one, and replayed: the same bits."""
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    more = ("--weight-format", "int8", "--keep-perturbations", "--allow-lossy") if codes else ()
+    more = ("--weight-format", "int8", "--keep-perturbations", "--allow-lossy") if low_bits else ()
     more = ("--batch", 4, "--residency", "resident", "--threads", 1, *more)
     parts = 2 if mesh == "data=2" else 1
     by = {"reward": "rewarding_of_runs:lengthy"}

@@ -195,7 +195,7 @@ LAYER = "model.decoder.layers.1.fc1"
             r"int64, not shape \(48, 4\) and format int32",
         ),
     ],
-    ids=["zero", "nan", "missing", "no codes", "act-order", "groups", "width of words"],
+    ids=["zero", "nan", "missing", "not quantized", "act-order", "groups", "width of words"],
 )
 def test_damaged_qvalues_are_refused_by_name(tmp_path, part, value, reason):
     compressed("opt-untied", tmp_path, "pack-quantized", **INT4)
@@ -489,11 +489,11 @@ def own_bytes():
 
 
 @pytest.mark.crossed(quick=4, slow=2)
-@pytest.mark.parametrize("files", ["16 bits", "quantised", "another format", "another format, no codes"])
+@pytest.mark.parametrize("files", ["16 bits", "quantised", "another format", "another format, not quantized"])
 def test_weights_become_qvalues_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""
     adapters = LoRA(rank=2, target_modules=("q_proj",)) if "another" in files else None
-    qvalues = {} if "no codes" in files else {"weights": "int4", "scales": "group", "group_elements": 16}
+    qvalues = {} if "not quantized" in files else {"weights": "int4", "scales": "group", "group_elements": 16}
     sizes = {"hidden_size": 512, "ffn_dim": 2048, "word_embed_proj_dim": 512, "num_hidden_layers": 6}
     if files == "quantised":
         compressed("opt", tmp_path, "pack-quantized", changed=sizes, **INT4)

@@ -93,7 +93,7 @@ def output_of(command, each_turn):
             ("--mesh", "data=2", "--lora-rank", 2, "--lora-targets", "q_proj"), marks=pytest.mark.slow
         ),
     ],
-    ids=["shared", "stages", "codes", "adapters", "lora"],
+    ids=["shared", "stages", "quantized", "adapters", "lora"],
 )
 def test_nothing_of_a_launch_listens_beyond_this_host(inputs, tmp_path, more):
     places = set()
