@@ -64,7 +64,7 @@ class Fitted:
     high: Tensor
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Return where among the grid values `values` lie."""
+        """Return `values` in steps of the grid."""
         return values.sub(self.offset).div_(self.step)
 
     def values(self, symbols: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Quantized values of perturbations of which several share a byte: in one dimension or by rows, taken out and put in where they are needed.
+"""Rounded perturbations of fewer than 8 bits, of which several values share a byte; read and written by ranges or rows.
 
 Neighbours share a byte, the lowest bits the first. So blocks of a perturbation that threads draw by themselves, each of a multiple
 of four elements, have bytes of their own.
@@ -17,7 +17,7 @@ from torch import Tensor
 from costmodel.formats.low_bits import PACKED_ELEMENTS
 
 PIECE_ELEMENTS = {"cpu": PACKED_ELEMENTS, "cuda": 1 << 22}
-"""Quantized values that are taken out or put in at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+"""Values that are unpacked or packed at a time, so that temporaries fit a CPU's cache, and are bounded on a GPU."""
 
 _WIDE = {4: torch.int16, 2: torch.int32}
 """What holds as many bytes as a byte holds quantized values."""
@@ -30,7 +30,7 @@ _MASKS = {4: (0x0F0F,), 2: (0x000F000F, 0x03030303)}
 
 @dataclass(frozen=True)
 class PackedValues:
-    """Quantized values from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, which read and are written as int8 tensors.
+    """Packed values from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, read and written as int8 tensors.
 
     Attributes
     ----------
@@ -58,20 +58,20 @@ class PackedValues:
         return self.memory.device
 
     def numel(self) -> int:
-        """Return how many quantized values these are."""
+        """Return the number of values."""
         return self.shape.numel()
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def view(self, *shape: int) -> PackedValues:
-        """Return the same quantized values in another shape; one dimension may be -1."""
+        """Return the same values in another shape; one dimension may be -1."""
         given = prod(size for size in shape if size >= 0)
         sizes = (self.numel() // max(1, given) if size < 0 else size for size in shape)
         return PackedValues(self.memory, torch.Size(sizes), self.bits)
 
     def split(self, num: int) -> list[PackedValues]:
-        """Return the quantized values of one dimension in pieces of `num`, a multiple of four, and a last one."""
+        """Split one dimension into pieces of `num` values, a multiple of four, and a last piece."""
         ends = [*range(0, self.numel(), num), self.numel()]
         return [
             PackedValues(self._bytes(begin, end), torch.Size((end - begin,)), self.bits)
@@ -79,7 +79,7 @@ class PackedValues:
         ]
 
     def zero_(self) -> PackedValues:
-        """Let all quantized values be 0."""
+        """Set all values to 0."""
         self.memory.zero_()
         return self
 
@@ -97,7 +97,7 @@ class PackedValues:
         return self._taken_out(chosen.view(-1)).view(len(rows), *self.shape[1:])
 
     def __setitem__(self, rows: slice | Tensor, qvalues: Tensor) -> None:
-        """Put quantized values, or whole numbers that are such, in some rows, or from an element on that begins a byte."""
+        """Write integers to some rows, or to a range that begins with a byte."""
         if isinstance(rows, slice):
             first, last, _ = rows.indices(len(self))
             begin, end = first * self._row_elements, last * self._row_elements
@@ -132,7 +132,7 @@ class PackedValues:
             yield slice(begin, begin + length)
 
     def _taken_out(self, packed: Tensor) -> Tensor:
-        """Return all quantized values of some bytes."""
+        """Unpack all values of some bytes."""
         qvalues = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
         spread, sign = qvalues.view(_WIDE[self.bits]), 1 << self.bits - 1
         for piece in self._pieces(len(packed)):
@@ -145,7 +145,7 @@ class PackedValues:
         return qvalues
 
     def _put_in(self, qvalues: Tensor, packed: Tensor) -> None:
-        """Let bytes hold quantized values, and zeros in what is left of the last one."""
+        """Pack values, and zeros into the rest of the last byte."""
         whole = len(qvalues) // self._per_byte
         for piece in self._pieces(whole):
             self._join(
@@ -166,9 +166,9 @@ class PackedValues:
 
 
 QValues = Tensor | PackedValues
-"""Quantized values of a perturbation: in a byte each, or packed."""
+"""A rounded perturbation: int8, or packed."""
 
 
 def packed_shape_bytes(shape: Sequence[int], bits: int) -> int:
-    """Return the bytes of packed quantized values in a shape."""
+    """Return the bytes of packed values in a shape."""
     return -(-prod(shape) * bits // 8)

@@ -1,8 +1,8 @@
-"""Perturbations rounded to quantized values of a byte, and the random numbers of every rounding of a step.
+"""Rounded perturbations, and the uniform random numbers of every stochastic rounding of a step.
 
-The numbers that decide a rounding are keyed by seed, step, query, parameter and element, under either discipline: what a rank
-rounds does not depend on what other ranks, or other instructions, round. Each of a step's roundings has a key of its own:
-the perturbation's first copy, its second one, the update, and which rows of a sparse perturbation are not 0.
+Uniforms are keyed by seed, step, query, parameter and element, in either discipline. So the rounding of one rank does not depend on
+other ranks or instructions. The first copy of a perturbation, its second copy, the update and the choice of nonzero rows have keys of
+their own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from executors.randomness.sequential import SequentialSampler
 from executors.threads import SamplingThreads, even_ranges
 
 Purpose = Literal["perturbation", "second perturbation", "update", "rows"]
-"""What is rounded, or chosen."""
+"""What the random numbers round or choose."""
 
 _KEYS: dict[Purpose, int] = {"perturbation": 1, "second perturbation": 2, "update": 3, "rows": 4}
 
@@ -50,14 +50,14 @@ class Uniform(DistributionSampler):
         out.uniform_(generator=generator)
 
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
-        """Pass over as many numbers, of a random word each on a CPU."""
+        """Skip numbers, each of which takes one raw output on a CPU."""
         if like.device.type == "cpu" and like.dtype == torch.float32:
             skip_raw(numel, generator)
         else:
             super().skip(numel, like, generator)
 
     def energy(self, shape: Sequence[int]) -> float:
-        """Refuse: these numbers are no perturbation."""
+        """Raise: uniform numbers are not used as perturbations."""
         raise NotImplementedError
 
 
@@ -72,17 +72,17 @@ _PASSED_BLOCKS = PASSED_ELEMENTS // COUNTER_BLOCK_ELEMENTS
 
 @cache
 def _sign_table(highest: int) -> Tensor:
-    """Return for each byte the quantized values of eight signs, the highest bit first, as one int64; a bit that is set makes ``-highest``."""
+    """Return a table from a byte to eight int8 signs in one int64, highest bit first; a set bit gives ``-highest``."""
     bits = torch.arange(256)[:, None] >> torch.arange(7, -1, -1) & 1
     return (highest * (1 - 2 * bits)).to(torch.int8).view(torch.int64).view(-1)
 
 
 _ROW_ELEMENTS_AT_ONCE = 1 << 18
-"""Numbers of a sparse perturbation's rows that are there at once before they are quantized."""
+"""Numbers of a sparse perturbation's rows that are sampled at a time before they are rounded."""
 
 
 class RoundingUniforms:
-    """Makes the random numbers that roundings are decided by.
+    """Samples the uniform numbers of stochastic roundings.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class RoundingUniforms:
         Elements of every trainable parameter, in registration order; the same on every rank.
     device : torch.device
     threads : SamplingThreads, optional
-        Share what is long on a CPU.
+        Threads that share long ranges on a CPU.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class RoundingUniforms:
         self._device = device
 
     def between(self, begin: int, end: int, parameter: int, key: CounterKey) -> Tensor:
-        """Return those of elements `begin` to `end` of a parameter, in float32."""
+        """Return the uniforms of elements `begin` to `end` of a parameter: float32, shape (end - begin,)."""
         uniforms = torch.empty(end - begin, dtype=torch.float32, device=self._device)
         counter = self._shared if end - begin >= SHARED_UNIFORMS else self._counter
         counter.fill(uniforms, parameter, begin, key, _UNIFORM)
         return uniforms
 
     def rows(self, rows: Tensor, width: int, parameter: int, key: CounterKey) -> Tensor:
-        """Return those of some ascending rows of a table."""
+        """Return the uniforms of some ascending rows of a table: float32, shape (rows, width)."""
         uniforms = torch.empty((rows.numel(), width), dtype=torch.float32, device=self._device)
         self._shared.fill_rows(uniforms, rows, parameter, key, _UNIFORM)
         return uniforms
@@ -120,20 +120,20 @@ def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterK
 
 
 class SamplingKeys(NamedTuple):
-    """Keys of what quantizes one perturbation's numbers: of their rounding, and of the rows that are not 0."""
+    """Keys of one perturbation: of its rounding, and of the choice of nonzero rows."""
 
     rounding: CounterKey
     rows: CounterKey
 
     @classmethod
     def of(cls, seed: int, step: int, query: int, *, is_second: bool = False) -> SamplingKeys:
-        """Return those of a perturbation, or of its second copy, whose rows are the same."""
+        """Return the keys of a perturbation, or of its second copy, which has the same nonzero rows."""
         purpose: Purpose = "second perturbation" if is_second else "perturbation"
         return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
 
 
 class NonzeroRows:
-    """Says which rows of sparse perturbations are not 0: some of each matrix that is quantized, all of other parameters.
+    """Chooses the nonzero rows of sparse perturbations: some of each quantized matrix, all of other parameters.
 
     The stream that draws a perturbation asks first, and that of forwards later; neither may find what the other asked for since.
 
@@ -144,7 +144,7 @@ class NonzeroRows:
     shapes : sequence of torch.Size
         Of every trainable parameter, in registration order; the same on every rank.
     quantized : collection of int
-        Those that are quantized.
+        Indices of the quantized parameters.
     device : torch.device
     num_kept : int
         Perturbations whose rows are kept, of each parameter.
@@ -169,7 +169,7 @@ class NonzeroRows:
         self._kept: dict[int, dict[CounterKey, ChosenRows]] = {parameter: {} for parameter in self._num_rows}
 
     def of(self, parameter: int, key: CounterKey) -> ChosenRows | None:
-        """Return such rows, for use by the running task; None for all."""
+        """Return the nonzero rows of a parameter, for use by the running task; None for all."""
         if parameter not in self._num_rows:
             return None
         kept = self._kept[parameter]
@@ -230,11 +230,11 @@ class RoundedSampler:
         self._threads = threads
 
     def qvalues(self, numbers: Tensor, uniforms: Tensor | None) -> Tensor:
-        """Return the quantized values of numbers, which are lost."""
+        """Round numbers to int8; `numbers` is overwritten."""
         return self._levels(numbers, uniforms).to(torch.int8)
 
     def _levels(self, numbers: Tensor, uniforms: Tensor | None) -> Tensor:
-        """Return what the quantized values of numbers, which are lost, stand for; signs need no uniforms."""
+        """Round numbers, and leave them floating point; `numbers` is overwritten, and signs need no uniforms."""
         scaled = numbers.mul_(self._rounding.scale)
         if self._sampler.distribution.is_sign:
             return scaled
@@ -361,7 +361,7 @@ class RoundedSampler:
             matrix[there] = self._rows_of(here, parameter, key, keys)
 
     def _rows_of(self, rows: Tensor, parameter: int, key: CounterKey, keys: SamplingKeys) -> Tensor:
-        """Return the quantized values of some rows of a matrix, in the ``counter`` discipline; `rows` are of the host."""
+        """Return some rounded rows of a matrix in the ``counter`` discipline; `rows` lie on the host."""
         width = self._shapes[parameter][1]
         if isinstance(self._sampler, Rademacher) and self._numbers.has_raw_rows(width):
             raw = self._numbers.raw_rows(rows, width, parameter, key, self._sampler)
@@ -404,7 +404,7 @@ class RoundedSampler:
         return states
 
     def rows(self, numbers: Tensor, rows: Tensor, parameter: int, keys: SamplingKeys) -> Tensor:
-        """Return the quantized values of some rows of a table, whose float32 numbers are lost; 0 where a sparse perturbation is.
+        """Round some rows of a table, 0 where a sparse perturbation is; `numbers` is overwritten.
 
         `rows` are of the host.
         """
