@@ -334,6 +334,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rotary_pct", "clip_qkv"), Factor),
     "first_k_dense_replace": Count,
     "num_ln_in_parallel_attn": Count,
+    "sliding_window": Count,
     "pad_token_id": TokenId,
     "layer_types": list[str],
     "mlp_only_layers": list[int],

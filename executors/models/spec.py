@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from costmodel.models.configs import spec_of_config
-from costmodel.models.model_spec import ModelSpec
+from costmodel.models.model_spec import Experts, ModelSpec
 from executors.formats import format_of
+from executors.models.blocks import fills_masks
+from executors.models.loading import load_config, model_class, quietly_loading
 from executors.models.model import SegmentedModel, in_segments
-from topology.errors import UnknownFamily
+from executors.models.transformers_interface import attention_by, register_attention
+from topology.errors import UnknownFamily, ZosimError
 from zosim.plans import ForwardPass, Placement, Plan, Weights
 
 
@@ -29,15 +37,19 @@ def spec_of_model(
     Returns
     -------
     ModelSpec
-        Its groups are counted on the model itself; its shape is read from the configuration, by family where the
-        family is known and by the usual field names elsewhere.
+        Its groups are counted on the model itself, which may be on the meta device; its shape is read from the configuration, by
+        family where the family is known and by the usual field names elsewhere.
 
     Raises
     ------
     ModelError
         If the model cannot be run.
     """
-    segmented = model if isinstance(model, SegmentedModel) else in_segments(model, split_blocks=split_blocks)
+    if isinstance(model, SegmentedModel):
+        segmented = model
+    else:
+        with _without_values(model):
+            segmented = in_segments(model, split_blocks=split_blocks)
     config = segmented.model.config.get_text_config()  # type: ignore[operator, union-attr]
     name = name or getattr(config, "_name_or_path", "") or type(segmented.model).__name__
     try:
@@ -58,6 +70,55 @@ def spec_of_model(
     )
     shape |= {"num_prefix_tokens": next(prefixes, 0), "split_blocks": segmented.split_blocks}
     return ModelSpec(**shape, param_groups=segmented.param_groups)
+
+
+@contextmanager
+def _without_values(model: nn.Module) -> Iterator[None]:
+    """Let a model without memory run for the length of the block: on the meta device nothing may depend on numbers.
+
+    Fused attention looks at its mask, and products of groups of experts are made in bfloat16 alone.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not any(parameter.is_meta for parameter in model.parameters()):
+        yield
+        return
+    text = config.get_text_config()
+    usual = getattr(text, "_experts_implementation", None)
+    register_attention(_SHAPES_ALONE, _shapes_alone)
+    text._experts_implementation = "batched_mm"
+    try:
+        # For a name that it does not know transformers makes no mask, whose numbers a masked model asks for.
+        with attention_by(model, _SHAPES_ALONE if fills_masks(model) else "eager"):
+            yield
+    finally:
+        text._experts_implementation = usual
+
+
+_SHAPES_ALONE = "zosim-shapes-alone"
+
+
+def _shapes_alone(_module: nn.Module, query: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, None]:
+    return query.transpose(1, 2), None
+
+
+def spec_without_weights(source: str) -> ModelSpec:
+    """Return the specification of a model of which only the configuration is read, counted on the model without memory.
+
+    Parameters
+    ----------
+    source : str
+        A directory with ``config.json``, or a name that transformers knows.
+
+    Raises
+    ------
+    ModelError
+        As :func:`spec_of_model`, or if there is no such configuration.
+    """
+    config = load_config(source, shipped=True)
+    with quietly_loading(source), torch.device("meta"):
+        model = model_class(config)._from_config(config, attn_implementation="eager")
+        model.tie_weights()
+    return spec_of_model(model, Path(source).name)
 
 
 def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Plan:
@@ -132,7 +193,38 @@ def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
         "activation": activation if isinstance(activation, str) else "gelu",
         "is_causal": segmented.is_causal,
         "positions": "rotary" if fields.get("rope_parameters") else "learned",
+        "experts": _experts(segmented, hidden, stated(*_VISITS)),
+        "splits_inside": False,
     }
+
+
+_VISITS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "moe_k")
+"""What families call the number of experts that a token visits."""
+
+
+def _experts(segmented: SegmentedModel, hidden: int, num_per_token: int | None) -> Experts | None:
+    """Return the experts of a model's blocks; None where it has none that lie in one tensor, as transformers keeps them."""
+    found = [
+        [module for module in block.modules() if getattr(getattr(module, "down_proj", None), "ndim", 0) == 3]
+        for block in segmented.blocks
+    ]
+    first = next((number for number, modules in enumerate(found) if modules), None)
+    if first is None:
+        return None
+    weight: Any = found[first][0].down_proj
+    shared = [
+        module.in_features
+        for path, module in segmented.blocks[first].named_modules()
+        if "shared" in path and isinstance(module, nn.Linear) and module.out_features == hidden
+    ]
+    return Experts(
+        num_experts=weight.shape[0],
+        # Where nothing says how many are visited, all are.
+        num_per_token=min(num_per_token or weight.shape[0], weight.shape[0]),
+        intermediate_size=weight[0].numel() // hidden,
+        shared_size=sum(shared),
+        dense_blocks=tuple(number for number, modules in enumerate(found) if not modules),
+    )
 
 
 def _adapters(segmented: SegmentedModel) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -145,3 +237,23 @@ def _adapters(segmented: SegmentedModel) -> tuple[int, tuple[tuple[int, int], ..
     shapes = [(pair["lora_A"][1], pair["lora_B"][0]) for pair in pairs.values()]
     ranks = [pair["lora_A"][0] + pair.get("lora_closed_A", (0,))[0] for pair in pairs.values()]
     return next(iter(ranks), 0), tuple(shapes)
+
+
+def _main(arguments: list[str]) -> int:
+    """Save what is known of a model, for a machine that plans without torch."""
+    if len(arguments) != 2:
+        print("usage: python -m executors.models.spec MODEL spec.json", file=sys.stderr)
+        return 2
+    source, target = arguments
+    try:
+        spec = spec_without_weights(source)
+    except ZosimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    Path(target).write_text(spec.model_dump_json(indent=1), encoding="utf-8")
+    print(f"{target}: {spec.num_blocks} blocks, {spec.num_parameters:,} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""What is counted on a model without memory, against what is read from its configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from costmodel import read_model_spec, spec_of_config
+from costmodel.models.families import FAMILIES
+from executors.models.spec import spec_of_model, spec_without_weights
+from tests.support.tiny_families import SHARED, TINY
+
+
+def _on_meta(family, fields):
+    config = AutoConfig.for_model(family, **fields)
+    is_causal = family not in FAMILIES or FAMILIES[family].is_causal
+    auto = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+        model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_model_without_memory_is_counted_as_its_configuration_is_read(family):
+    fields = {"pad_token_id": 1, **TINY[family]}
+    model = _on_meta(family, fields)
+    counted, read = spec_of_model(model, name="small"), spec_of_config(model.config.to_dict(), name="small")
+    assert counted == read
+    assert counted.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_mixture_of_an_unknown_family_is_counted_with_its_experts():
+    fields = {**SHARED, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+              "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 12}  # fmt: skip
+    assert "glm4_moe" not in FAMILIES
+    spec = spec_of_model(_on_meta("glm4_moe", fields), name="small")
+    assert spec.experts.model_dump(exclude={"shares", "gates_shared", "has_biases"}) == {
+        "num_experts": 8, "num_per_token": 2, "intermediate_size": 24, "shared_size": 24, "dense_blocks": (0,)
+    }  # fmt: skip
+    assert not spec.splits_inside
+
+
+def test_the_way_out_that_the_hint_names_works(tmp_path):
+    (tmp_path / "model").mkdir()
+    config = AutoConfig.for_model("persimmon", **{**SHARED, "num_key_value_heads": None})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config.to_dict()))
+    target = tmp_path / "spec.json"
+    command = [sys.executable, "-m", "executors.models.spec", str(tmp_path / "model"), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read_model_spec(target) == spec_without_weights(str(tmp_path / "model"))
