@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 from topology.errors import RunError
 from topology.reading import parse_json
 
-Kind = Literal["engine", "reward"]
+Kind = Literal["server", "reward"]
 
 _MOST_BYTES = 64 << 20
 """Of an answer."""
 
 _MOST_SECONDS = 86_400.0
-_FLAGS: dict[Kind, str] = {"engine": "--timeout", "reward": "--reward-timeout"}
+_FLAGS: dict[Kind, str] = {"server": "--timeout", "reward": "--reward-timeout"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class JsonServer:
 
     Attributes
     ----------
-    kind : {"engine", "reward"}
+    kind : {"server", "reward"}
         What it is for.
     url : str
     host, port, path, query : str, int, str, str

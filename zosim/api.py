@@ -8,7 +8,7 @@ Examples
 ... )
 >>> decision.plan.method
 'mezo'
->>> by_simpy = zosim.simulate(decision, engine="simpy").step_time_s
+>>> by_simpy = zosim.simulate(decision, simulator="simpy").step_time_s
 >>> abs(by_simpy / decision.prediction.step_time_s - 1) < 1e-9
 True
 """
@@ -26,7 +26,6 @@ from zosim.config import HOST, PlanConfig, merge
 from zosim.options import (
     Densities,
     DeviceName,
-    EngineName,
     Hardware,
     HardwareName,
     ModelName,
@@ -35,6 +34,7 @@ from zosim.options import (
     Profile,
     Programs,
     RankToCompare,
+    SimulatorName,
     Threads,
     config_of,
     takes_earlier_names,
@@ -122,7 +122,7 @@ def simulate(
     threads: Threads = None,
     program: Programs = None,
     one_process: OneProcess = False,
-    engine: EngineName = "lockstep",
+    simulator: SimulatorName = "lockstep",
 ) -> Subject:
     """Predict a plan's step time and memory with a discrete-event simulation.
 
@@ -139,7 +139,7 @@ def simulate(
         Programs to use in place of what the plan is lowered to.
     one_process : bool
         As if one process of each host drove all its GPUs.
-    engine : {"lockstep", "simpy"}
+    simulator : {"lockstep", "simpy"}
 
     Returns
     -------
@@ -173,7 +173,7 @@ def simulate(
     first = plan.placement.devices[0]
     rates = profiles.of(first, plan.placement.devices.count(first))
     edited = None if program is None else ProgramSet.load(program)
-    subject = Subject(plan, topology, rates, edited, profiles, one_process, engine)
+    subject = Subject(plan, topology, rates, edited, profiles, one_process, simulator)
     # What is wrong with a program is said here, and not when somebody looks at a number.
     _ = subject.programs
     return subject

@@ -22,7 +22,7 @@ from topology.validation import did_you_mean, readable
 from zosim import renamed
 from zosim.help_pages import EXPERT, SHOW_ALL
 from zosim.plans.setting import Section, Setting, SettingField, fields_of
-from zosim.simulators import Engine
+from zosim.simulators import Simulator
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Tree = TypeVar("_Tree", bound=Section)
@@ -103,8 +103,8 @@ OneProcess = Annotated[
         rich_help_panel="Hardware",
     ),
 ]
-EngineName = Annotated[
-    Engine,
+SimulatorName = Annotated[
+    Simulator,
     typer.Option(
         help="Simulator: arrays over all ranks (lockstep), or a simpy process per stream (simpy).",
         rich_help_panel="Run",

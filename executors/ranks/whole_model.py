@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from executors.low_bits.stored import Stored
-from executors.models.engine import ForwardEngine
+from executors.models.forward_runner import ForwardRunner
 from executors.models.parameters import NamedTensor, stand_in
 from executors.ranks.communicator import PIPELINE, Communicator
 from zosim.plans import Plan
@@ -32,17 +32,17 @@ class WholeModel:
     def __init__(
         self,
         plan: Plan,
-        engine: ForwardEngine,
+        forward_runner: ForwardRunner,
         communicator: Communicator | None,
         storage: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._engine = engine
+        self._forward_runner = forward_runner
         self._communicator = communicator
         self._storage = storage
         self._device = device
         self._is_here = False
-        self._owners = {} if communicator is None else _owners(plan, engine, communicator)
+        self._owners = {} if communicator is None else _owners(plan, forward_runner, communicator)
 
     @contextmanager
     def here(self, segment: str | None = None, *, on_first_alone: bool = False) -> Iterator[None]:
@@ -78,7 +78,7 @@ class WholeModel:
         if on_first_alone and 0 not in pipeline:
             return []
         fetched = []
-        for group in self._engine.param_groups:
+        for group in self._forward_runner.param_groups:
             holders = self._owners[group.name]
             is_wanted = segment is None or segment in group.segments
             lacks = 0 not in holders if on_first_alone else len(holders) < len(pipeline)
@@ -86,7 +86,7 @@ class WholeModel:
                 continue
             # All ranks of the pipeline take part in the broadcast, whether or not they keep what comes.
             is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
-            tensors = self._engine.tensors_of(group.name)
+            tensors = self._forward_runner.tensors_of(group.name)
             for tensor, held in zip(tensors, self._spread(communicator, group.name, tensors), strict=True):
                 if is_kept:
                     tensor.hold(held.to(self._device))
@@ -124,12 +124,14 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _owners(plan: Plan, engine: ForwardEngine, communicator: Communicator) -> dict[str, tuple[int, ...]]:
+def _owners(
+    plan: Plan, forward_runner: ForwardRunner, communicator: Communicator
+) -> dict[str, tuple[int, ...]]:
     """Return, by parameter group, the ranks of this pipeline that hold it; empty for a single stage."""
     if plan.num_stages == 1:
         return {}
     segments = {rank: set(plan.segments_of(rank)) for rank in communicator.members(PIPELINE)}
     return {
         group.name: tuple(rank for rank, own in segments.items() if own & set(group.segments))
-        for group in engine.param_groups
+        for group in forward_runner.param_groups
     }

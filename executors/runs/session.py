@@ -25,7 +25,7 @@ from executors.datasets.batches import check_batch
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.stored import UpdateCounts
-from executors.models.engine import engine_for
+from executors.models.forward_runner import forward_runner_for
 from executors.models.model import Batch, LossDType, Objective, TextObjective
 from executors.models.weight_files import save_pretrained, weights_digest
 from executors.ranks.communicator import PIPELINE, Communicator, default_communicator
@@ -195,7 +195,7 @@ class Session:
                 name: self.header[name] for name in _SAME_ON_ALL_RANKS
             }
             self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
-        self.engine = engine_for(
+        self.forward_runner = forward_runner_for(
             plan,
             model,
             self.device,
@@ -206,7 +206,7 @@ class Session:
         self._windows = lazy_windows_of(model)
         self.interpreter = Interpreter(
             self.program,
-            self.engine,
+            self.forward_runner,
             Hyperparameters(plan.estimator.epsilon, weight_decay),
             backend,
             num_sampling_threads=num_sampling_threads,
@@ -218,10 +218,10 @@ class Session:
             adapter_rank_in_use=lambda: 0 if self._windows is None else self._windows.rank,
         )
         move_module_buffers(model, self.device)
-        self.engine.device = self.device
+        self.forward_runner.device = self.device
         storage = TORCH_DTYPES[plan.storage_dtype]
-        self._whole = WholeModel(plan, self.engine, self.communicator, storage, self.device)
-        self._present = PresentWeights(self.engine, storage, self.device, self._whole)
+        self._whole = WholeModel(plan, self.forward_runner, self.communicator, storage, self.device)
+        self._present = PresentWeights(self.forward_runner, storage, self.device, self._whole)
         if self._windows is not None:
             if any(buffer.shared for buffer in self.program.buffers):
                 raise PlanError(

@@ -12,13 +12,13 @@ from typing import Any
 
 from executors.json_server import JsonServer
 from executors.models.mapped import digest_of_files
-from executors.serving.engine import Request
+from executors.serving.runner import Request
 from topology.errors import ModelError, RunError
 
 _NUM_CONNECTIONS = 8
 
 
-class RemoteEngine:
+class RemoteServer:
     """A serving engine at an address.
 
     Parameters
@@ -40,7 +40,7 @@ class RemoteEngine:
     def __init__(
         self, url: str, model: str | None = None, *, timeout_s: float = 60.0, priority: int | None = None
     ) -> None:
-        server = JsonServer.at(url, "engine", timeout_s)
+        server = JsonServer.at(url, "server", timeout_s)
         # Addresses are given with /v1 and without.
         self._server = replace(server, path=server.path.rstrip("/").removesuffix("/v1"))
         self.url = url
@@ -86,7 +86,7 @@ class RemoteEngine:
     # -- what an engine does -----------------------------------------------------------------------------------
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        """Load an adapter, as :meth:`executors.serving.runner.ServingRunner.load`."""
         if name in self.adapters():
             self.unload(name)
         body = {"lora_name": name, "lora_path": str(directory.resolve())}
@@ -128,7 +128,7 @@ class RemoteEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
     ) -> list[list[int]]:
-        """Return continuations in tokens, as :meth:`executors.serving.engine.ServingEngine.generate`."""
+        """Return continuations in tokens, as :meth:`executors.serving.runner.ServingRunner.generate`."""
         body = self._body(adapter, prompts) | {"max_tokens": max_new_tokens, "return_token_ids": True}
         choices = self._choices(self._complete(body), len(prompts))
         try:

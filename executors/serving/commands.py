@@ -20,9 +20,9 @@ from zosim.plans import ForwardPass
 from zosim.plans.forward import USUAL_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from executors.serving.client import RemoteEngine
+    from executors.serving.client import RemoteServer
 
-_Engine = Annotated[str, typer.Option("--engine", help="URL of the server, such as http://127.0.0.1:8000.")]
+_Server = Annotated[str, typer.Option("--server", help="URL of the server, such as http://127.0.0.1:8000.")]
 _Model = Annotated[
     str, typer.Option(help="Directory of the base model that the server serves.", show_default=False)
 ]
@@ -149,7 +149,7 @@ def adapt(
             show_default=False,
         ),
     ],
-    engine: _Engine = "http://127.0.0.1:8000",
+    server_url: _Server = "http://127.0.0.1:8000",
     served_model: _Served = None,
     targets: Annotated[
         str, typer.Option(help="Linear layers to tune, such as q_proj,v_proj.")
@@ -177,7 +177,7 @@ def adapt(
     """Tune a model behind a serving endpoint without loading its weights."""
     from executors.datasets.batches import Batches
     from executors.datasets.rewards import reward_named
-    from executors.serving.client import RemoteEngine
+    from executors.serving.client import RemoteServer
     from executors.serving.tuning import SERVED_NAME, Tuning, TuningSettings
 
     config = merge(_USUAL, config_of(RunConfig, options, only=_ADAPTED))
@@ -185,7 +185,7 @@ def adapt(
     steps = rate.num_steps
     dataset, tokenizer = _examples(model, data, template, label_words)
     wanted = None if run.reward is None else reward_named(run.reward, run.reward_timeout_s)
-    served = RemoteEngine(engine, served_model, timeout_s=timeout, priority=priority)
+    served = RemoteServer(server_url, served_model, timeout_s=timeout, priority=priority)
     names = tuple(name.strip() for name in targets.split(",") if name.strip())
     settings = TuningSettings(
         names, rank, lazy_steps, max_rank, plan.estimator.epsilon, rate.learning_rate, run.seed
@@ -221,7 +221,7 @@ def canary(
     version: Annotated[
         str | None, typer.Argument(help="Version to compare with the served one.", show_default=False)
     ] = None,
-    engine: _Engine = "http://127.0.0.1:8000",
+    server_url: _Server = "http://127.0.0.1:8000",
     served_model: _Served = None,
     adapter: Annotated[
         Path | None,
@@ -254,10 +254,10 @@ def canary(
     as_json: _Json = False,
 ) -> None:
     """Compare an adapter version with the served one on canary data, promote it, or roll back."""
-    from executors.serving.client import RemoteEngine
+    from executors.serving.client import RemoteServer
     from executors.serving.versions import Versions
 
-    served: RemoteEngine = RemoteEngine(engine, served_model, timeout_s=timeout)
+    served: RemoteServer = RemoteServer(server_url, served_model, timeout_s=timeout)
     versions = Versions(directory, served, name)
     if roll_back:
         before = versions.roll_back()

@@ -28,8 +28,8 @@ from executors.models.quantised import encode
 from executors.models.recording_blocks import StepCache
 from executors.models.weight_files import weights_digest
 from executors.runs.adapters import attach
-from executors.serving.engine import Request
 from executors.serving.peft import BASE_DIGEST, Adapter, linear_shapes, read_adapter
+from executors.serving.runner import Request
 from topology.errors import DataError, ModelError
 from zosim.plans import LowBits
 
@@ -73,7 +73,7 @@ class Runtime:
         if low_bits is not None and low_bits.quantizes_weights:
             self.base_digest  # noqa: B018 - of the numbers, before they are quantized
             encode(model, low_bits, self.base_dtype)
-        self._engine = BatchedModel(model)
+        self._batched = BatchedModel(model)
         self._weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in self.shapes}
         self._adapters: dict[str, Adapter] = {}
 
@@ -85,7 +85,7 @@ class Runtime:
     # -- adapters ----------------------------------------------------------------------------------------------
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter, as :meth:`executors.serving.engine.ServingEngine.load`."""
+        """Load an adapter, as :meth:`executors.serving.runner.ServingRunner.load`."""
         self.add(name, self.read(directory))
 
     def read(self, directory: Path) -> Adapter:
@@ -140,7 +140,7 @@ class Runtime:
     # -- forwards ----------------------------------------------------------------------------------------------
 
     def score(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Return log-probabilities of tokens, as :meth:`executors.serving.engine.ServingEngine.score`."""
+        """Return log-probabilities of tokens, as :meth:`executors.serving.runner.ServingRunner.score`."""
         scores: list[list[float]] = [[] for _ in requests]
         for request in requests:
             if not 1 <= request.first <= len(request.tokens):
@@ -163,7 +163,7 @@ class Runtime:
     def generate(
         self, prompts: Sequence[Sequence[int]], adapter: str | None, *, max_new_tokens: int
     ) -> list[list[int]]:
-        """Return continuations, as :meth:`executors.serving.engine.ServingEngine.generate`; a forward for every token."""
+        """Return continuations, as :meth:`executors.serving.runner.ServingRunner.generate`; a forward for every token."""
         return continued_by(
             lambda sequences: self.next_tokens([Request(tokens, 1, adapter) for tokens in sequences]),
             list(map(tuple, prompts)),
@@ -194,18 +194,18 @@ class Runtime:
             by_adapter.setdefault(request.adapter, []).append(number)
             self._check(request)
         packings = [
-            self._engine.pack(_batch([requests[number] for number in part])) for part in by_adapter.values()
+            self._batched.pack(_batch([requests[number] for number in part])) for part in by_adapter.values()
         ]
         row, places = joined(packings)
         adapters = [None if name is None else self._adapters[name] for name in by_adapter]
         paths = self._paths(adapters, places)
         cache, hidden = StepCache(packing=row), None
-        for segment in self._engine.segments:
+        for segment in self._batched.segments:
             if segment == HEAD:
                 break
-            hidden = self._engine.run_together(segment, {}, cache, hidden, paths, 1)
+            hidden = self._batched.run_together(segment, {}, cache, hidden, paths, 1)
         assert hidden is not None
-        logits = self._engine.logits(self._engine.predicting(hidden, row))[0]
+        logits = self._batched.logits(self._batched.predicting(hidden, row))[0]
         return [number for part in by_adapter.values() for number in part], logits, row
 
     def _check(self, request: Request) -> None:
@@ -214,7 +214,7 @@ class Runtime:
                 f"no adapter is called {request.adapter!r}",
                 hint="adapters are " + (", ".join(self._adapters) or "none"),
             )
-        vocabulary = self._engine.embedding.num_embeddings
+        vocabulary = self._batched.embedding.num_embeddings
         if not all(0 <= token < vocabulary for token in request.tokens):
             raise DataError(f"a request has a token outside the vocabulary of {vocabulary}")
         if len(request.tokens) > self.max_positions + 1:

@@ -42,7 +42,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from executors.datasets.generation import continuing
-from executors.serving.engine import Request
+from executors.serving.runner import Request
 from executors.serving.runtime import Batcher, Kind, Runtime
 from topology.errors import DataError, RunError, ZosimError
 from topology.reading import parse_json

@@ -25,8 +25,8 @@ from executors.models.mapped import digest_of_files
 from executors.randomness.rng import mixed
 from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
 from executors.runs.jsonlines import JsonLines, read_lines
-from executors.serving.engine import ServingEngine, mean_losses
 from executors.serving.peft import BASE_DIGEST, linear_shapes
+from executors.serving.runner import ServingRunner, mean_losses
 from topology.errors import RunError, ZosimError
 from topology.reading import read_json_object
 
@@ -78,7 +78,7 @@ class Tuning:
 
     Parameters
     ----------
-    engine : ServingEngine
+    runner : ServingRunner
     model : str
         Directory of the base. Of weights in it the digest is compared with the engine's; else the configuration alone is read.
     directory : Path
@@ -102,10 +102,10 @@ class Tuning:
         serves other weights than the base's.
     """
 
-    def __init__(self, engine: ServingEngine, model: str, directory: Path, settings: TuningSettings) -> None:
+    def __init__(self, runner: ServingRunner, model: str, directory: Path, settings: TuningSettings) -> None:
         import transformers
 
-        self.engine = engine
+        self.runner = runner
         self.settings = settings
         self.directory = directory
         # The base's modules without memory: the engine has the weights.
@@ -142,8 +142,8 @@ class Tuning:
 
     def _check_base(self, model: str) -> None:
         """Refuse an engine that serves other weights than the directory of the base holds, if both are known."""
-        served = self.engine.base_digest
-        own = None if served is None else digest_of_files(model, self.engine.base_dtype)
+        served = self.runner.base_digest
+        own = None if served is None else digest_of_files(model, self.runner.base_dtype)
         if own not in (None, served):
             raise RunError(
                 f"{model} has weights of digest {own}, but the engine serves a base of digest {served}",
@@ -165,7 +165,7 @@ class Tuning:
                     hint="give the same value, or another --out",
                 )
             refuse_other_base(recorded, base, model, str(self.directory))
-            known, served = recorded.get(BASE_DIGEST), self.engine.base_digest
+            known, served = recorded.get(BASE_DIGEST), self.runner.base_digest
             if known is not None and served is not None and known != served:
                 raise RunError(
                     f"{self.directory} was tuned on weights of digest {known}, but the engine serves a base of "
@@ -173,7 +173,7 @@ class Tuning:
                     hint="start the engine with the base of the tuning, or give another --out",
                 )
         else:
-            facts = {"model": str(model), BASE_DIGEST: self.engine.base_digest, BASE: base}
+            facts = {"model": str(model), BASE_DIGEST: self.runner.base_digest, BASE: base}
             write_atomically(path, json.dumps(stated | facts, indent=2) + "\n")
         log = self.directory / LOG_NAME
         lines = read_lines(log)
@@ -220,17 +220,17 @@ class Tuning:
             for probe, sign in zip(self._probes, (1, -1), strict=True):
                 scale = sign * self.settings.epsilon * self._scale
                 self._save(Path(folder) / probe, {name: (left, scale) for name, left in lefts.items()})
-                self.engine.load(probe, Path(folder) / probe)
+                self.runner.load(probe, Path(folder) / probe)
             try:
                 if reward is None:
-                    (plus, minus), _ = mean_losses(self.engine, self._probes, examples)
+                    (plus, minus), _ = mean_losses(self.runner, self._probes, examples)
                 else:
                     prompts = list(map(prompt_of, examples))
                     plus, minus = (
                         mean_cost(
                             reward,
                             prompts,
-                            self.engine.generate(prompts, probe, max_new_tokens=max_new_tokens),
+                            self.runner.generate(prompts, probe, max_new_tokens=max_new_tokens),
                             decode,
                         )
                         for probe in self._probes
@@ -239,7 +239,7 @@ class Tuning:
                 for probe in self._probes:
                     # The engine may be gone: the step's own failure is what is raised.
                     with suppress(ZosimError):
-                        self.engine.unload(probe)
+                        self.runner.unload(probe)
         gradient = (plus - minus) / (2 * self.settings.epsilon)
         if not math.isfinite(gradient):
             raise RunError(f"step {self.num_steps}: losses of {plus} and {minus} are not finite")
@@ -297,7 +297,7 @@ class Tuning:
 
     def _facts(self) -> dict[str, str]:
         facts = {"num_steps": str(self.num_steps), "relative_error": repr(self.state.relative_error)}
-        digest = self.engine.base_digest
+        digest = self.runner.base_digest
         return facts if digest is None else facts | {BASE_DIGEST: digest}
 
     def save(self, directory: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from executors.datasets.prompts import Example
 from executors.files import write_atomically
 from executors.models.lora import PEFT_CONFIG
-from executors.serving.engine import ServingEngine, mean_losses
+from executors.serving.runner import ServingRunner, mean_losses
 from topology.errors import RunError
 from topology.reading import read_json_object, refuse_irregular
 
@@ -58,9 +58,9 @@ class Versions:
     The engine is asked first, the file is written then: whoever is stopped between the two asks the engine again with :meth:`serve_again`.
     """
 
-    def __init__(self, directory: Path, engine: ServingEngine, name: str) -> None:
+    def __init__(self, directory: Path, runner: ServingRunner, name: str) -> None:
         self.directory = directory
-        self.engine = engine
+        self.runner = runner
         self.name = name
         self._promoted: str | None = None
         directory.mkdir(parents=True, exist_ok=True)
@@ -141,14 +141,14 @@ class Versions:
         RunError
             If there is no such version, or nothing is asked of the examples.
         """
-        if self.served is not None and self.name not in self.engine.adapters():
+        if self.served is not None and self.name not in self.runner.adapters():
             self.serve_again()  # the engine was started anew: the base is not what has been served
         self._load(_CANDIDATE, version)
         try:
             served = None if self.served is None else self.name
-            (loss_served, loss), num_tokens = mean_losses(self.engine, (served, _CANDIDATE), examples)
+            (loss_served, loss), num_tokens = mean_losses(self.runner, (served, _CANDIDATE), examples)
         finally:
-            self.engine.unload(_CANDIDATE)
+            self.runner.unload(_CANDIDATE)
         return Canary(loss_served, loss, num_tokens)
 
     def promote(self, version: str, examples: Sequence[Example], *, tolerance: float = 0.0) -> Canary:
@@ -188,8 +188,8 @@ class Versions:
         before = history[-2] if len(history) > 1 else None
         if before is not None:
             self._load(self.name, before)
-        elif self.name in self.engine.adapters():
-            self.engine.unload(self.name)
+        elif self.name in self.runner.adapters():
+            self.runner.unload(self.name)
         self._write(history[:-1])
         return before
 
@@ -206,7 +206,7 @@ class Versions:
                 f"{self.directory} has no version {version!r}",
                 hint="versions are " + (", ".join(self.kept()) or "none"),
             )
-        self.engine.load(name, path)
+        self.runner.load(name, path)
 
     def _write(self, history: list[str]) -> None:
         write_atomically(

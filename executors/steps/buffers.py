@@ -20,7 +20,7 @@ from costmodel.formats import FORMATS
 from executors.formats import TORCH_DTYPES, format_of
 from executors.low_bits.packed import PackedValues, QValues, packed_shape_bytes
 from executors.low_bits.stored import Along, Stored
-from executors.models.engine import ForwardEngine
+from executors.models.forward_runner import ForwardRunner
 from executors.models.parameters import NamedTensor, format_beside
 from topology.errors import ProgramError
 from zosim.lowering.buckets import aligned, bucket_bytes
@@ -145,7 +145,7 @@ class BufferStore:
     Parameters
     ----------
     program : Program
-    engine : ForwardEngine
+    forward_runner : ForwardRunner
     allocate : callable
     positions : mapping of str to int, optional
         This rank's place in each group that shares buffers out.
@@ -159,16 +159,16 @@ class BufferStore:
     def __init__(
         self,
         program: Program,
-        engine: ForwardEngine,
+        forward_runner: ForwardRunner,
         allocate: Allocator,
         positions: Mapping[str, int] | None = None,
     ) -> None:
         self._program = program
         self._allocate = allocate
         self._positions = positions or {}
-        self.parts = _parts_of(engine, program.alignment_bytes)
+        self.parts = _parts_of(forward_runner, program.alignment_bytes)
         # Of a buffer that holds quantized weights beside numbers the program does not say the numbers' format.
-        self._beside_qvalues = format_beside(engine.tensors) or "uint8"
+        self._beside_qvalues = format_beside(forward_runner.tensors) or "uint8"
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
@@ -377,10 +377,12 @@ def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
     return PlacedPart(memory, (), part, packed=tuple(packed))
 
 
-def _parts_of(engine: ForwardEngine, alignment_bytes: int) -> dict[ParamGroupWeights | FrozenWeights, Part]:
+def _parts_of(
+    forward_runner: ForwardRunner, alignment_bytes: int
+) -> dict[ParamGroupWeights | FrozenWeights, Part]:
     parts: list[Part] = []
-    for group in engine.param_groups:
-        tensors = engine.tensors_of(group.name)
+    for group in forward_runner.param_groups:
+        tensors = forward_runner.tensors_of(group.name)
         for what in (FrozenWeights(group.name), ParamGroupWeights(group.name)):
             kept = tuple(
                 tensor for tensor in tensors if tensor.trainable == isinstance(what, ParamGroupWeights)

@@ -16,7 +16,7 @@ from torch import Tensor
 from costmodel.models.model_spec import HEAD
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.stored import UpdateCounts
-from executors.models.engine import ForwardEngine
+from executors.models.forward_runner import ForwardRunner
 from executors.models.model import Batch
 from executors.models.parameters import stand_in
 from executors.randomness.low_rank import Window
@@ -47,7 +47,7 @@ class Interpreter:
     Parameters
     ----------
     program : Program
-    engine : ForwardEngine
+    forward_runner : ForwardRunner
         Its parameters move into the program's buffers.
     hyperparameters : Hyperparameters
     backend : Backend
@@ -75,7 +75,7 @@ class Interpreter:
     def __init__(
         self,
         program: Program,
-        engine: ForwardEngine,
+        forward_runner: ForwardRunner,
         hyperparameters: Hyperparameters,
         backend: Backend,
         *,
@@ -91,7 +91,7 @@ class Interpreter:
         validate(program)
         self.program = program
         self.backend = backend
-        self._engine = engine
+        self._forward_runner = forward_runner
         self._communicator = communicator
         self._host_memory = _host_memory(program, communicator, backend)
         positions = (
@@ -101,20 +101,20 @@ class Interpreter:
             b for b in program.buffers if b.space == Space.HOST and b.role == "weights" and not b.shared
         ]
         backend.reserve([buffer.size_bytes for buffer in at_rest])
-        self.store = BufferStore(program, engine, self._allocated, positions)
+        self.store = BufferStore(program, forward_runner, self._allocated, positions)
         self.checksums = WeightChecksums(program, self.store, backend, every_change=checksums)
         self.hyperparameters = hyperparameters
         self.update_watch = UpdateWatch(program, self.store, backend.device) if watch_updates else None
         self._context = Context(
             program,
-            engine,
+            forward_runner,
             self.store,
             hyperparameters,
             backend,
             threads=SamplingThreads(num_sampling_threads),
             num_micro_batches=num_micro_batches,
             ranks=communicator,
-            remote_loss_dtype=_remote_loss_dtype(program, engine, num_micro_batches),
+            remote_loss_dtype=_remote_loss_dtype(program, forward_runner, num_micro_batches),
             graphs=Graphs(backend.device, backend.capture_stream) if graphs else None,
             adapter_rank_in_use=adapter_rank_in_use,
         )
@@ -428,11 +428,13 @@ def _refuse_first_order(program: Program) -> None:
             )
 
 
-def _remote_loss_dtype(program: Program, engine: ForwardEngine, num_micro_batches: int) -> torch.dtype | None:
+def _remote_loss_dtype(
+    program: Program, forward_runner: ForwardRunner, num_micro_batches: int
+) -> torch.dtype | None:
     """Return the format that other stages compute losses in; None where this one does."""
     if any(isinstance(i.op, Forward) and i.op.segment == HEAD for i in program.step):
         return None
-    return engine.loss_format() if num_micro_batches == 1 else torch.float64
+    return forward_runner.loss_format() if num_micro_batches == 1 else torch.float64
 
 
 def _host_memory(program: Program, communicator: Communicator | None, backend: Backend) -> HostMemory | None:

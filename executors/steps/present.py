@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from costmodel.models.model_spec import HEAD
 from executors.low_bits.stored import Stored
-from executors.models.engine import ForwardEngine
+from executors.models.forward_runner import ForwardRunner
 from executors.models.halves import Handed, as_tensor
 from executors.models.model import Batch
 from executors.models.parameters import NamedTensor
@@ -23,7 +23,7 @@ class PresentWeights:
 
     Parameters
     ----------
-    engine : ForwardEngine
+    forward_runner : ForwardRunner
         Its parameters lie in their final places.
     storage : torch.dtype
         Format that they are used in.
@@ -34,9 +34,9 @@ class PresentWeights:
     """
 
     def __init__(
-        self, engine: ForwardEngine, storage: torch.dtype, device: torch.device, whole: WholeModel
+        self, forward_runner: ForwardRunner, storage: torch.dtype, device: torch.device, whole: WholeModel
     ) -> None:
-        self._engine = engine
+        self._forward_runner = forward_runner
         self._whole = whole
         self._storage = storage
         self._device = device
@@ -45,14 +45,14 @@ class PresentWeights:
         """Return the loss of a batch."""
         moved, cache, hidden = self._before_head(batch)
         with self._there(HEAD), torch.no_grad():
-            return as_tensor(self._engine.run(HEAD, moved, cache, hidden)).item()
+            return as_tensor(self._forward_runner.run(HEAD, moved, cache, hidden)).item()
 
     def logits(self, batch: Batch) -> Tensor:
         """Return the logits of a batch."""
         _, _, hidden = self._before_head(batch)
         with self._there(HEAD), torch.no_grad():
             assert hidden is not None
-            return self._engine.logits(hidden)
+            return self._forward_runner.logits(hidden)
 
     def _before_head(self, batch: Batch) -> tuple[Batch, StepCache, Handed | None]:
         """Return a batch on the device, and what all segments but the head make of it."""
@@ -60,9 +60,9 @@ class PresentWeights:
         cache = StepCache()
         handed: Handed | None = None
         with torch.no_grad():
-            for segment in self._engine.segments[:-1]:
+            for segment in self._forward_runner.segments[:-1]:
                 with self._there(segment):
-                    handed = self._engine.run(segment, moved, cache, handed)
+                    handed = self._forward_runner.run(segment, moved, cache, handed)
         return moved, cache, handed
 
     @contextmanager
@@ -70,9 +70,9 @@ class PresentWeights:
         """Let a segment's weights be on the device in their storage format for a while."""
         moved: list[tuple[NamedTensor, Stored]] = []
         with self._whole.here(segment):
-            for group in self._engine.param_groups:
+            for group in self._forward_runner.param_groups:
                 if segment in group.segments:
-                    for tensor in self._engine.tensors_of(group.name):
+                    for tensor in self._forward_runner.tensors_of(group.name):
                         home = tensor.held
                         here = home.to(self._device, self._storage)
                         if here is not home:
@@ -88,16 +88,16 @@ class PresentWeights:
     def whole_model(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield `model` with all its weights on the device in their storage format."""
         with self._whole.here():
-            homes = [tensor.held for tensor in self._engine.tensors]
+            homes = [tensor.held for tensor in self._forward_runner.tensors]
             try:
-                for tensor in self._engine.tensors:
+                for tensor in self._forward_runner.tensors:
                     tensor.hold(tensor.held.to(self._device, self._storage))
                 yield model
             finally:
-                for tensor, home in zip(self._engine.tensors, homes, strict=True):
+                for tensor, home in zip(self._forward_runner.tensors, homes, strict=True):
                     tensor.hold(home)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the parameters by name, a tied one once, on the CPU, all as numbers."""
         with self._whole.here():
-            return {tensor.name: tensor.numbers(self._storage) for tensor in self._engine.tensors}
+            return {tensor.name: tensor.numbers(self._storage) for tensor in self._forward_runner.tensors}

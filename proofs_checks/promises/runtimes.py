@@ -188,7 +188,7 @@ def _quantized_session(
     with Session(plan, model, **options) as session:  # type: ignore[arg-type]
         records = [session.step(batch) for batch in tiny_batches(_NUM_STEPS)]
         session.flush()
-        held = {tensor.name: tensor.held for tensor in session.engine.tensors}
+        held = {tensor.name: tensor.held for tensor in session.forward_runner.tensors}
         qvalues = {
             name: each.levels().clone() for name, each in held.items() if isinstance(each, QuantizedTensor)
         }

@@ -29,7 +29,7 @@ from executors.runs.increments_of_run import _Updates
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
 from executors.runs.windows import lazy_windows_of
-from executors.serving.engine import Request
+from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from executors.serving.versions import Versions
 from proofs_checks.claims import Checks, printed
@@ -430,7 +430,7 @@ def rolled_back_to_itself(shipped, self):
 @planted(f"{_VERSIONS}.compare", "a candidate that stays")
 def candidate_stays(shipped, self, version, examples):
     canary = shipped(self, version, examples)
-    self.engine.load("candidate", self.directory / version)
+    self.runner.load("candidate", self.directory / version)
     return canary
 
 

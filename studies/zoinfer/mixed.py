@@ -28,7 +28,7 @@ from executors.datasets.batches import pad
 from executors.datasets.prompts import Example
 from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
-from executors.serving.engine import Request
+from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from executors.turns import Took, Way, in_turns, turn_table
 from studies.zoinfer.__main__ import SHAPES

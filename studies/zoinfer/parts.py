@@ -35,7 +35,7 @@ Score = Callable[[Data], float]
 
 @torch.no_grad()
 def _packed(
-    engine: BatchedModel,
+    segmented: BatchedModel,
     batch: Data,
     *,
     num_points: int = 2,
@@ -44,64 +44,66 @@ def _packed(
     scores_all: bool = False,
     narrows: bool = True,
 ) -> float:
-    engine.narrows = narrows and not scores_all
+    segmented.narrows = narrows and not scores_all
     how = {"least_saved": least_saved, "bucket": bucket}
     cache = StepCache(packing=pack(batch, **{k: v for k, v in how.items() if v is not None}))  # type: ignore[arg-type]
     hidden: Tensor | None = None
-    for segment in engine.segments[:-1]:
-        hidden = engine.run_together(segment, batch, cache, hidden, {}, num_points)
+    for segment in segmented.segments[:-1]:
+        hidden = segmented.run_together(segment, batch, cache, hidden, {}, num_points)
     assert hidden is not None
     if not scores_all:
-        return float(engine.run_together(HEAD, batch, cache, hidden, {}, num_points)[-1])
+        return float(segmented.run_together(HEAD, batch, cache, hidden, {}, num_points)[-1])
     assert cache.packing is not None
-    logits = engine.logits(hidden)[-1].float().log_softmax(-1)[cache.packing.predictors]
+    logits = segmented.logits(hidden)[-1].float().log_softmax(-1)[cache.packing.predictors]
     return -float(logits.gather(1, cache.packing.targets[:, None]).mean())
 
 
 @torch.no_grad()
-def _padded(engine: SegmentedModel, batch: Data) -> float:
+def _padded(segmented: SegmentedModel, batch: Data) -> float:
     """Score rows of one length, logits of labels alone."""
     batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
     cache = StepCache()
-    hidden = engine.embed(batch, cache)
-    for segment in engine.segments:
+    hidden = segmented.embed(batch, cache)
+    for segment in segmented.segments:
         if segment not in (EMBED, HEAD):
-            hidden = engine.run(segment, batch, cache, hidden)
+            hidden = segmented.run(segment, batch, cache, hidden)
     rows, places = (batch["labels"] != -100).nonzero(as_tuple=True)
-    logits = engine.logits(as_tensor(hidden)[rows, places - 1][None])[0].float().log_softmax(-1)
+    logits = segmented.logits(as_tensor(hidden)[rows, places - 1][None])[0].float().log_softmax(-1)
     return -float(logits.gather(1, batch["labels"][rows, places][:, None]).mean())
 
 
 @torch.no_grad()
-def _plain(engine: SegmentedModel, batch: Data) -> float:
-    loss: Tensor = engine.model(**{name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}).loss
+def _plain(segmented: SegmentedModel, batch: Data) -> float:
+    loss: Tensor = segmented.model(
+        **{name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
+    ).loss
     return float(loss)
 
 
-def _one_by_one(engine: BatchedModel, batch: Data) -> float:
-    _packed(engine, batch, num_points=1)
-    return _packed(engine, batch, num_points=1)
+def _one_by_one(segmented: BatchedModel, batch: Data) -> float:
+    _packed(segmented, batch, num_points=1)
+    return _packed(segmented, batch, num_points=1)
 
 
-def _compiled(engine: BatchedModel) -> BatchedModel:
+def _compiled(segmented: BatchedModel) -> BatchedModel:
     """Let an engine run its blocks compiled, all but the last, which leaves tokens behind on its way."""
     torch._dynamo.config.recompile_limit = 64  # blocks share their code
     ALL_ATTENTION_FUNCTIONS.register("zosim_packed", torch.compiler.disable(packed_attention))
-    *blocks, last = engine.blocks
-    engine.blocks = [*(torch.compile(block, dynamic=True) for block in blocks), last]  # type: ignore[list-item]
-    return engine
+    *blocks, last = segmented.blocks
+    segmented.blocks = [*(torch.compile(block, dynamic=True) for block in blocks), last]  # type: ignore[list-item]
+    return segmented
 
 
-def forwards_of(engine: BatchedModel, plain: SegmentedModel) -> dict[str, Score]:
+def forwards_of(segmented: BatchedModel, plain: SegmentedModel) -> dict[str, Score]:
     """Return forwards of both signs, each of which returns the loss."""
     return {
-        _ALL: partial(_packed, engine),
-        "signs one after the other": partial(_one_by_one, engine),
-        "all tokens to the last block's end": partial(_packed, engine, narrows=False),
-        "logits of all tokens": partial(_packed, engine, scores_all=True),
-        "beginnings for each row": partial(_packed, engine, least_saved=float("inf")),
-        "attention padded to the longest": partial(_packed, engine, bucket=1 << 20),
-        "attention for each length": partial(_packed, engine, bucket=1),
+        _ALL: partial(_packed, segmented),
+        "signs one after the other": partial(_one_by_one, segmented),
+        "all tokens to the last block's end": partial(_packed, segmented, narrows=False),
+        "logits of all tokens": partial(_packed, segmented, scores_all=True),
+        "beginnings for each row": partial(_packed, segmented, least_saved=float("inf")),
+        "attention padded to the longest": partial(_packed, segmented, bucket=1 << 20),
+        "attention for each length": partial(_packed, segmented, bucket=1),
         "rows padded": partial(_padded, plain),
         _NONE: partial(_plain, plain),
     }

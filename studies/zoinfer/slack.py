@@ -30,8 +30,8 @@ from costmodel.models.configs import LoRA
 from costmodel.scoring import Row
 from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
-from executors.serving.client import RemoteEngine
-from executors.serving.engine import Request
+from executors.serving.client import RemoteServer
+from executors.serving.runner import Request
 from executors.turns import in_turns
 from topology.errors import RunError
 from zosim.analysis.scoreboard import rows_table
@@ -72,8 +72,8 @@ def main() -> None:
 
 
 def _measure_all(url: str, options: argparse.Namespace) -> None:
-    live = RemoteEngine(url, timeout_s=600)
-    probing = RemoteEngine(url, timeout_s=600, priority=_PROBE_PRIORITY)
+    live = RemoteServer(url, timeout_s=600)
+    probing = RemoteServer(url, timeout_s=600, priority=_PROBE_PRIORITY)
     one = _median_s(lambda: live.score(_requests(1)), options.repeats)
     eight = _median_s(lambda: live.score(_requests(8)), options.repeats)
     request_s = max(1e-5, (eight - one) / 7)
@@ -116,8 +116,8 @@ def _policy(name: str) -> Policy:
 
 
 def _under_load(
-    live: RemoteEngine,
-    probing: RemoteEngine,
+    live: RemoteServer,
+    probing: RemoteServer,
     arrivals: NDArray[np.float64],
     parts: Sequence[Sequence[Request]],
 ) -> _Measured:

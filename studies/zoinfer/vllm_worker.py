@@ -25,7 +25,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    engine: Any = LLM(
+    llm: Any = LLM(
         model=model, skip_tokenizer_init=True, dtype="float32", enable_lora=True, max_loras=len(names.split(",")), max_lora_rank=int(rank),
         max_model_len=256, max_num_seqs=256, max_num_batched_tokens=16384, enable_prefix_caching=False, disable_log_stats=True,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def main() -> None:
         ]
         requests = [adapters.get(name) for name in batch["adapters"]]
         begin = time.perf_counter()
-        outputs = engine.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
         seconds = time.perf_counter() - begin
         scores = [
             output.outputs[0].logprobs[0][option].logprob

@@ -14,9 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 from executors.json_server import read_answer
-from executors.serving.client import RemoteEngine
-from executors.serving.engine import Request
+from executors.serving.client import RemoteServer
 from executors.serving.peft import linear_shapes, read_adapter
+from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from executors.serving.server import ScoringServer
 from tests.fuzz import seeds
@@ -108,13 +108,13 @@ class _Server:
 def _answered(case: Case, folder: Path) -> None:
     server = _Server()
     with patch("executors.serving.client.replace", lambda *_, **__: server):
-        engine = RemoteEngine("http://127.0.0.1:1")
+        runner = RemoteServer("http://127.0.0.1:1")
     server.status, server.raw = int(case.argv[0]), (folder / "answer.json").read_bytes()
     for ask in (
-        engine.adapters,
-        lambda: engine.score([Request((5, 4, 7), 1, None), Request((9, 4, 7), 1, None)]),
-        lambda: engine.generate([[5], [4]], None, max_new_tokens=2),
-        lambda: engine.load("one", folder),
+        runner.adapters,
+        lambda: runner.score([Request((5, 4, 7), 1, None), Request((9, 4, 7), 1, None)]),
+        lambda: runner.generate([[5], [4]], None, max_new_tokens=2),
+        lambda: runner.load("one", folder),
     ):
         try:
             ask()
@@ -142,14 +142,14 @@ def _adapters() -> list[Case]:
 # -- commands ------------------------------------------------------------------------------------------------------
 
 
-def _engine_of_this_process() -> None:
+def _runner_of_this_process() -> None:
     """In place of a server at an address: its runtime. A few steps are enough, and nothing is served for ever."""
     import executors.serving.client
     import executors.serving.server
     from executors.serving.tuning import Tuning
 
     runtime = _runtime()
-    executors.serving.client.RemoteEngine = lambda *_, **__: runtime  # type: ignore[assignment, misc]
+    executors.serving.client.RemoteServer = lambda *_, **__: runtime  # type: ignore[assignment, misc]
     executors.serving.server.ScoringServer = _ends_at_once  # type: ignore[assignment, misc]
     step = Tuning.step
 
@@ -172,7 +172,7 @@ def _ends_at_once(*_: object, **__: object) -> Any:
 @functools.cache
 def _tuning() -> dict[str, bytes]:
     """The files of a tuning of two steps."""
-    _engine_of_this_process()
+    _runner_of_this_process()
     out = seeds.folder() / "tuning"
     model, data = seeds.folder() / "model", seeds.folder() / "data.jsonl"
     seeds.zosim("adapt", "--model", model, "--data", data, "--steps", 2, "--batch", 2, "-o", out)
@@ -197,14 +197,14 @@ SERVING: tuple[Target, ...] = (
     Target("request to a server", _requests, _asked, mutated, 12),
     Target("answer of a server", lambda: [Case({"answer.json": json.dumps(answer).encode()}, ("200",)) for answer in _ANSWERS], _answered, _mutated_answer, 20),
     Target("adapter", _adapters, _read, _mutated_weights, 15),
-    command("serve", "--model model --adapter one=adapter --port 0", adapter, kept=seeds.model, stop=_engine_of_this_process, quick=6),
-    command("adapt", "--model model --data data.jsonl --steps 3 --batch 2 -o tuning", _tuning, kept=_model_and_data, stop=_engine_of_this_process, quick=8),
+    command("serve", "--model model --adapter one=adapter --port 0", adapter, kept=seeds.model, stop=_runner_of_this_process, quick=6),
+    command("adapt", "--model model --data data.jsonl --steps 3 --batch 2 -o tuning", _tuning, kept=_model_and_data, stop=_runner_of_this_process, quick=8),
     command(
         "canary",
         ["versions one --data data.jsonl --model model --examples 2 --promote", "versions --roll-back", "versions new --adapter adapter --data data.jsonl"],
         lambda: {"versions/served.json": _versions()["versions/served.json"]},
         kept=lambda: _model_and_data() | _versions() | adapter(),
-        stop=_engine_of_this_process,
+        stop=_runner_of_this_process,
         quick=8,
     ),
 )  # fmt: skip

@@ -14,7 +14,7 @@ def small():
     return scale.setting("opt-125m", "dgx-1v", 2)
 
 
-def test_the_plain_model_runs_the_first_step_of_the_engine(small):
+def test_the_plain_model_runs_the_first_step_of_the_simulator(small):
     world = scale.unshared(small[0])
     seconds, num_processes = scale.naive_step(world)
     first = [span for span in simulate_many(world, num_steps=1).spans if span.part == "step"]

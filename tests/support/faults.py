@@ -52,7 +52,7 @@ def _flip_in_forward(session: Session) -> None:
             quantized = getattr(block.fc1, "quantized", None)
             flipped.append(flip(quantized.qvalues if quantized is not None else block.fc1.weight.data))
 
-    session.engine.blocks[1].register_forward_pre_hook(hook)
+    session.forward_runner.blocks[1].register_forward_pre_hook(hook)
 
 
 def _planted(

@@ -109,7 +109,9 @@ def die_in_training():
     session = Session(plan_of(model), model)
     (batch,) = batches(1)
     session.step(batch)
-    session.engine.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    session.forward_runner.blocks[1].register_forward_pre_hook(
+        lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
     session.step(batch)
 
 

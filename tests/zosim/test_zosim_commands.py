@@ -340,13 +340,15 @@ def test_a_format_that_a_gpu_has_no_units_for_is_told_when_planning_and_simulati
 
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,perturb=2"])
-def test_simulating_by_simpy_says_what_the_fast_engine_says(tmp_path: Path, mesh: str) -> None:
+def test_simulating_by_simpy_says_what_lockstep_says(tmp_path: Path, mesh: str) -> None:
     file = tmp_path / "plan.json"
     hardware = ("--hardware", "h20-4x-milan", "--batch", "4", "--seq", "64", "--mesh", mesh)
     call("plan", "--model", "opt-125m", *hardware, "-o", file)
     printed = {
-        engine: json.loads(call("simulate", file, "--engine", engine, "--steps", "6", "--json").stdout)
-        for engine in ("lockstep", "simpy")
+        simulator: json.loads(
+            call("simulate", file, "--simulator", simulator, "--steps", "6", "--json").stdout
+        )
+        for simulator in ("lockstep", "simpy")
     }
     for figure in ("step_time_s", "step_time_low_s", "step_time_high_s", "makespan_s"):
         assert printed["simpy"][figure] == pytest.approx(printed["lockstep"][figure], rel=1e-9)

@@ -103,7 +103,7 @@ def test_all_ranks_keep_the_rules(split_points, data, order):
 
 @settings(max_examples=4)
 @given(st.sampled_from(SPLIT_POINTS[1:]), st.sampled_from([1, 2]), ORDERS)
-def test_every_engine_runs_them_alike(split_points, data, order):
+def test_every_simulator_runs_them_alike(split_points, data, order):
     world = subject_of(plan_of(split_points, data=data), order).world
     assert_same_run(world, 3)
     assert_same_step(world)

@@ -148,8 +148,8 @@ def copies_of_two(processes, copy_cores, launch_s=0.0):
     step = [instruction(f"up{number}", "h2d", 0.1) for number in range(10)]
     programs = ProgramSet((program(step),), (0, 0), {})
     both = simulate_ranks(programs, machines, num_steps=1)
-    other_engine = simulate_many(World.of(programs, machines), num_steps=1)
-    assert other_engine.makespan_s == pytest.approx(both.makespan_s, rel=1e-9)
+    folded = simulate_many(World.of(programs, machines), num_steps=1)
+    assert folded.makespan_s == pytest.approx(both.makespan_s, rel=1e-9)
     return both
 
 

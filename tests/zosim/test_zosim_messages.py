@@ -180,14 +180,14 @@ def staged_runs(draw, sharings=("maxmin", "fifo")):
 
 @settings(max_examples=12)
 @given(staged_runs(), st.integers(1, 6))
-def test_both_engines_agree(run, num_steps):
+def test_both_simulators_agree(run, num_steps):
     assert_same_run(World.of(*run), num_steps)
 
 
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(staged_runs())
-def test_both_engines_agree_once_steps_repeat(run):
+def test_both_simulators_agree_once_steps_repeat(run):
     assert_same_step(World.of(*run))
 
 

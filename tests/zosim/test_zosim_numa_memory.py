@@ -84,7 +84,7 @@ def test_copies_take_the_time_of_both_ways(socket_bytes_per_s: float, wire: str)
 
 def test_both_simulators_see_the_far_domain() -> None:
     subject = decided(host(2, "32 GiB", "400 GB/s")).chosen.subject
-    other = Subject(subject.plan, subject.topology, subject.profile, engine="simpy")
+    other = Subject(subject.plan, subject.topology, subject.profile, simulator="simpy")
     assert other.step_time_s == pytest.approx(subject.step_time_s, rel=1e-9)
 
 

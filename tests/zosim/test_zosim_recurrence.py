@@ -31,7 +31,7 @@ from zosim.simulators.world import World
 
 
 @given(programs(), st.integers(1, 6), st.sampled_from([0.0, 2e-3]))
-def test_closed_form_and_engine_agree_wherever_nothing_is_shared(whole, num_steps, step_s):
+def test_closed_form_and_simulator_agree_wherever_nothing_is_shared(whole, num_steps, step_s):
     machine = unshared(step_s=step_s)
     timeline = simulate(whole, machine, num_steps=num_steps).expanded()
     graph = StepGraph(whole, num_steps)

@@ -111,10 +111,10 @@ def test_a_function_takes_earlier_keywords_and_values():
 
 
 def test_a_function_takes_earlier_names_of_its_own_parameters(monkeypatch):
-    monkeypatch.setattr(renamed, "OPTIONS", (("--players", "--engine"),))
+    monkeypatch.setattr(renamed, "OPTIONS", (("--players", "--simulator"),))
     decision = zosim.plan("opt-1m", "cpu-laptop", seq=16, dtype="float32")
-    with pytest.warns(DeprecationWarning, match="players= is now engine="):
-        assert zosim.simulate(decision, players="simpy").engine == "simpy"
+    with pytest.warns(DeprecationWarning, match="players= is now simulator="):
+        assert zosim.simulate(decision, players="simpy").simulator == "simpy"
 
 
 def test_present_spellings_do_not_warn():

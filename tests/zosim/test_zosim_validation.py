@@ -453,8 +453,8 @@ def test_memory_that_the_framework_counts_has_no_context() -> None:
 
 def test_a_cpu_multiplies_float16_as_its_code_does() -> None:
     shape = {"hardware": "cpu-laptop", "seq": "64"}
-    torch, engine = (_forecast("forward", **shape, code=code) for code in ("torch", "llama.cpp"))
-    assert engine.predicted < torch.predicted
+    torch, llama_cpp = (_forecast("forward", **shape, code=code) for code in ("torch", "llama.cpp"))
+    assert llama_cpp.predicted < torch.predicted
 
 
 def test_published_code_passes_over_parameters_more_often(tmp_path: Path) -> None:

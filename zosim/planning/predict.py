@@ -25,7 +25,7 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
-from zosim.simulators import Engine
+from zosim.simulators import Simulator
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many, steady_step_s
 from zosim.simulators.world import World
@@ -125,8 +125,8 @@ class Subject:
     one_process : bool
         Whether one process of each host drives all its devices, as published systems do, so that one thread issues the
         copies of all. In runs every rank is a process.
-    engine : {"lockstep", "simpy"}
-        See :data:`~zosim.simulators.Engine`.
+    simulator : {"lockstep", "simpy"}
+        See :data:`~zosim.simulators.Simulator`.
     """
 
     plan: Plan
@@ -135,7 +135,7 @@ class Subject:
     edited: ProgramSet | None = None
     profiles: Profiles | None = None
     one_process: bool = False
-    engine: Engine = "lockstep"
+    simulator: Simulator = "lockstep"
 
     def __repr__(self) -> str:
         return f"Subject({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
@@ -245,7 +245,7 @@ class Subject:
 
     def _steady_step_s(self, world: World) -> float:
         # The reference engine gets every rank: folding is what it is to be held against.
-        return self._by_simpy(world).step_time_s if self.engine == "simpy" else steady_step_s(fold(world))
+        return self._by_simpy(world).step_time_s if self.simulator == "simpy" else steady_step_s(fold(world))
 
     def _by_simpy(self, world: World, num_steps: int | None = None) -> Timeline:
         from zosim.simulators.simulate import simulate_world
@@ -281,7 +281,7 @@ class Subject:
         rank : int, optional
             The only one to list; by default all, or of many one of each kind.
         """
-        if self.engine == "simpy":
+        if self.simulator == "simpy":
             return self._by_simpy(self.world, num_steps)
         # Of many ranks nobody reads every timeline.
         if rank is None and self.world.size > _FEW_RANKS:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Engine = Literal["lockstep", "simpy"]
+Simulator = Literal["lockstep", "simpy"]
 """What plays the events: arrays over ranks that move in step, one rank for all that behave alike; or a simpy process for every stream
 of every rank, which is the engine to read, and what the other is held against."""

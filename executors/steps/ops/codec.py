@@ -110,9 +110,9 @@ class BoundaryActions:
     def _tensors(self, message: Tensor | Packed, *, inside: bool) -> list[Handed]:
         """Return what is handed on for each micro-batch."""
         widths = (
-            (self._context.engine.inner_size, self._context.engine.hidden_size)
+            (self._context.forward_runner.inner_size, self._context.forward_runner.hidden_size)
             if inside
-            else (self._context.engine.hidden_size,)
+            else (self._context.forward_runner.hidden_size,)
         )
         shapes = [(*_rows(part), width) for part in self._context.loaded.parts for width in widths]
         if isinstance(message, Packed):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.stored import ChosenRows
-from executors.models.engine import ForwardEngine
+from executors.models.forward_runner import ForwardRunner
 from executors.models.parameters import bind, stand_in
 from executors.randomness.rounded import NonzeroRows, RoundedSampler, rounding_key
 from executors.ranks.messages import Packed
@@ -57,7 +57,7 @@ class Context:
     Attributes
     ----------
     program : Program
-    engine : ForwardEngine
+    forward_runner : ForwardRunner
     store : BufferStore
     hyperparameters : Hyperparameters
     backend : Backend
@@ -77,7 +77,7 @@ class Context:
     """
 
     program: Program
-    engine: ForwardEngine
+    forward_runner: ForwardRunner
     store: BufferStore
     hyperparameters: Hyperparameters
     backend: Backend
@@ -119,7 +119,7 @@ class Context:
 
     @cached_property
     def _rounded(self) -> dict[RoundedPerturbation, RoundedSampler]:
-        trainable = [tensor for tensor in self.engine.tensors if tensor.trainable]
+        trainable = [tensor for tensor in self.forward_runner.tensors if tensor.trainable]
         shapes = [tensor.shape for tensor in trainable]
         quantized = {tensor.index for tensor in trainable if not tensor.is_numbers}
         device = self.backend.device

@@ -89,7 +89,7 @@ class Forwards:
         """Return what runs a segment."""
         op, context = instruction.op, self._context
         assert isinstance(op, Forward)
-        if op.segment not in context.engine.segments:
+        if op.segment not in context.forward_runner.segments:
             raise Unfit(f"runs {op.segment}, which is not a segment of the model")
         if op.together:
             return self._together(instruction, op)
@@ -125,7 +125,7 @@ class Forwards:
                         # Popped, so that no hidden state outlives its use.
                         before = None if handed is None else handed.pop(0)
                         batch = self._borrowed(part)
-                        outputs.append(context.engine.run(op.segment, batch, part.cache, before))
+                        outputs.append(context.forward_runner.run(op.segment, batch, part.cache, before))
             values[output] = outputs
             if op.segment == HEAD:
                 counts = [part.num_averaged for part in context.loaded.parts]
@@ -146,7 +146,7 @@ class Forwards:
         assert isinstance(op, Forward)
         assert graphs is not None
         if not graphs.admits(before):
-            return as_tensor(context.engine.run(op.segment, self._borrowed(part), part.cache, before))
+            return as_tensor(context.forward_runner.run(op.segment, self._borrowed(part), part.cache, before))
         index = block_index(op.segment)
         arguments = Arguments.of(graphs, number, part.cache.calls[index], part.cache.placed)
         source = next(place_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
@@ -156,7 +156,7 @@ class Forwards:
         cache = StepCache([arguments.tree()] * (index + 1))
 
         def launch() -> None:
-            made.copy_(as_tensor(context.engine.run(op.segment, part.tensors, cache, hidden)))
+            made.copy_(as_tensor(context.forward_runner.run(op.segment, part.tensors, cache, hidden)))
 
         placed = [context.store.placed(access) for access in weights]
         # Blocks of one kind that take turns at one address have a graph in common.
@@ -180,8 +180,8 @@ class Forwards:
 
     def _together(self, instruction: Instruction, op: Forward) -> Action:
         """Return what runs a segment at all points side by side."""
-        context, engine = self._context, self._context.engine
-        if not isinstance(engine, BatchedModel):
+        context, forward_runner = self._context, self._context.forward_runner
+        if not isinstance(forward_runner, BatchedModel):
             raise Unfit("is at several points, which the engine of the plan runs one after the other")
         store, values = context.store, context.store.values
         weights = [access for access in instruction.reads if store.is_weights(access)]
@@ -209,19 +209,21 @@ class Forwards:
                     views = [store.placed(access).qvalues for access in accesses]
                     for number, tensor in enumerate(store.trainable(group).tensors):
                         along = [of_point[number][:] for of_point in views]
-                        paths[tensor.parameter] = engine.path_of_left(tensor.parameter, along, scales)
+                        paths[tensor.parameter] = forward_runner.path_of_left(tensor.parameter, along, scales)
                     continue
                 of_points = [values[place_of(access)] for access in accesses]
                 for number, tensor in enumerate(store.trainable(group).tensors):
                     factors = [(of.lefts[number], of.rights[number]) for of in of_points]
-                    paths[tensor.parameter] = engine.path(tensor.parameter, factors, scales)
+                    paths[tensor.parameter] = forward_runner.path(tensor.parameter, factors, scales)
             handed = None if source is None else values.pop(source)
             outputs = []
             for part in context.loaded.parts:
                 before = None if handed is None else handed.pop(0)
                 batch = self._borrowed(part)
                 outputs.append(
-                    engine.run_together(op.segment, batch, part.cache, before, paths, len(op.together))
+                    forward_runner.run_together(
+                        op.segment, batch, part.cache, before, paths, len(op.together)
+                    )
                 )
             context.let_go(weights)
             if op.segment != HEAD:
@@ -301,7 +303,7 @@ class _GatheredTable:
         rows = table.rows_at(wanted, path, step)
         positions = context.backend.borrow(part.positions)
         stack.enter_context(context.reading([self.access]))
-        stack.enter_context(context.engine.gathered_rows(placed.part.tensors[0], rows, positions))
+        stack.enter_context(context.forward_runner.gathered_rows(placed.part.tensors[0], rows, positions))
 
 
 def _perturbation_rows(context: Context, perturbation: Access, wanted: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Sampling:
         self._context = context
         self._store = context.store
         self._device = context.backend.device
-        trainable = [tensor for tensor in context.engine.tensors if tensor.trainable]
+        trainable = [tensor for tensor in context.forward_runner.tensors if tensor.trainable]
         self._counter = CounterSampler(
             [tensor.num_elements for tensor in trainable], self._device, threads=context.threads
         )
@@ -306,7 +306,7 @@ class Sampling:
     def _factor_sampler(self, op: Sample) -> FactorSampler:
         """Return what draws factors for all groups, of one rank."""
         if self._factors is None:
-            tensors = [tensor for tensor in self._context.engine.tensors if tensor.trainable]
+            tensors = [tensor for tensor in self._context.forward_runner.tensors if tensor.trainable]
             groups = {
                 what.group: [tensor.index for tensor in part.tensors]
                 for what, part in self._store.parts.items()

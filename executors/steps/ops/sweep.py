@@ -47,7 +47,7 @@ class Sweeps:
         }
         # Of groups whose perturbations are rounded.
         self._roundings = context.rounded_perturbations
-        trainable = [tensor.num_elements for tensor in context.engine.tensors if tensor.trainable]
+        trainable = [tensor.num_elements for tensor in context.forward_runner.tensors if tensor.trainable]
         self._uniforms = RoundingUniforms(trainable, context.backend.device, context.threads)
         self.counts = UpdateCounts()
         self._matrix_divisors = {

@@ -565,7 +565,7 @@ def test_a_step_is_what_a_loop_that_writes_it_out_makes(estimator, sparsity, sha
     (batch,) = batches(1)
     with Session(plan, model, learning_rate=RATE, seed=SEED, weight_decay=decay) as session:
         record = session.step(batch)
-        tensors = {tensor.name: tensor for tensor in session.engine.tensors}
+        tensors = {tensor.name: tensor for tensor in session.forward_runner.tensors}
         left = {name: tensor.held for name, tensor in tensors.items()}
         after = session.state_dict()
     seed = record.seeds[0]

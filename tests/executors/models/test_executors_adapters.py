@@ -47,18 +47,18 @@ def ragged(lengths, *, num_labels=2, shared=12):
 @pytest.mark.parametrize("shape", ["opt", "opt-projected", "llama", "gpt2", "qwen3"])
 def test_losses_at_all_points_are_those_of_perturbed_models(shape):
     model = linears_of(shape)
-    plain, engine = copy.deepcopy(model), BatchedModel(model, loss_dtype="fp64")
+    plain, forward_runner = copy.deepcopy(model), BatchedModel(model, loss_dtype="fp64")
     batch, scales = ragged([19, 15, 21, 20, 19, 5, 19], shared=17), (0.05, -0.05, 0.0)
-    tuned = [tensor for tensor in engine.tensors if tensor.trainable]
+    tuned = [tensor for tensor in forward_runner.tensors if tensor.trainable]
     factors = {
         tensor.name: tuple(torch.randn(side, 3, dtype=torch.float64) for side in tensor.shape)
         for tensor in tuned
     }
-    paths = {t.parameter: engine.path(t.parameter, [factors[t.name]] * 3, scales) for t in tuned}
+    paths = {t.parameter: forward_runner.path(t.parameter, [factors[t.name]] * 3, scales) for t in tuned}
     cache, hidden = StepCache(), None
     with torch.no_grad():
-        for segment in engine.segments:
-            hidden = engine.run_together(segment, batch, cache, hidden, paths, 3)
+        for segment in forward_runner.segments:
+            hidden = forward_runner.run_together(segment, batch, cache, hidden, paths, 3)
         for loss, scale in zip(hidden, scales, strict=True):
             moved = copy.deepcopy(plain)
             for name, parameter in moved.named_parameters():
@@ -77,28 +77,28 @@ def rows_of(tensor):
 @pytest.mark.parametrize("shape", ["opt", "opt-projected", "llama", "gpt2", "qwen3"])
 def test_behind_the_last_attention_is_what_predicts_a_label(shape):
     model = linears_of(shape)
-    engine = BatchedModel(model, loss_dtype="fp64")
+    forward_runner = BatchedModel(model, loss_dtype="fp64")
     seen = []
     behind = {"out_proj", "o_proj", "fc1", "fc2", "c_fc", "c_proj", "gate_proj", "up_proj", "down_proj"}
-    for name, module in engine.blocks[-1].named_modules():
+    for name, module in forward_runner.blocks[-1].named_modules():
         if name.rpartition(".")[2] in behind:
             module.register_forward_hook(lambda _module, inputs, _output: seen.append(rows_of(inputs[0])))
     losses = {}
     for num_labels in (2, 15):
         batch = ragged([19, 15, 21, 20, 19, 5, 19], num_labels=num_labels, shared=0)
-        for engine.narrows in (True, False):
+        for forward_runner.narrows in (True, False):
             seen.clear()
             cache, hidden, before = StepCache(), None, []
             with torch.no_grad():
-                for segment in engine.segments:
+                for segment in forward_runner.segments:
                     before.append((hidden, None if hidden is None else hidden.clone()))
-                    hidden = engine.run_together(segment, batch, cache, hidden, {}, 3)
+                    hidden = forward_runner.run_together(segment, batch, cache, hidden, {}, 3)
             packing = cache.packing
-            is_few = engine.narrows and num_labels == 2
+            is_few = forward_runner.narrows and num_labels == 2
             rows = {3 * (len(packing.predictors) if is_few else packing.num_tokens)}
             assert set(seen) == rows
             assert all(torch.equal(given, then) for given, then in before[1:])  # nobody else's is narrowed
-            losses[num_labels, engine.narrows] = hidden
+            losses[num_labels, forward_runner.narrows] = hidden
         assert torch.allclose(losses[num_labels, True], losses[num_labels, False], rtol=1e-13, atol=0)
 
 
@@ -110,12 +110,12 @@ def test_blocks_whose_mlp_reads_what_attention_read_are_run_whole():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double().eval()
     attach(model, "linears")
-    engine = BatchedModel(model, loss_dtype="fp64")
-    assert not engine.narrows
+    forward_runner = BatchedModel(model, loss_dtype="fp64")
+    assert not forward_runner.narrows
     batch, cache, hidden = ragged([19, 15, 21, 20, 19]), StepCache(), None
     with torch.no_grad():
-        for segment in engine.segments:
-            hidden = engine.run_together(segment, batch, cache, hidden, {}, 1)
+        for segment in forward_runner.segments:
+            hidden = forward_runner.run_together(segment, batch, cache, hidden, {}, 1)
         assert hidden.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 
 

@@ -177,7 +177,7 @@ def test_a_bit_that_ruins_the_loss_is_named_as_what_it_is(inputs, tmp_path, caps
 
     def step(session, batch, **given):
         if session.num_steps == 3:
-            session.engine.blocks[1].fc1.weight.data[0, 0] = float("nan")
+            session.forward_runner.blocks[1].fc1.weight.data[0, 0] = float("nan")
         return real(session, batch, **given)
 
     real = Session.begin_step

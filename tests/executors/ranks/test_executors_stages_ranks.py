@@ -49,7 +49,7 @@ def test_blocks_of_later_stages_are_called_as_in_the_whole_model(name):
     def calls(session):
         found = StepCache()
         with torch.no_grad():
-            session.engine.embed(batch, found)
+            session.forward_runner.embed(batch, found)
         return found.calls
 
     for found in sessions(Case(THREE.split_points, name), calls):
@@ -62,7 +62,7 @@ def test_blocks_of_later_stages_are_called_as_in_the_whole_model(name):
 def test_a_stage_keeps_no_memory_for_what_others_hold():
     def held(session):
         storages = {t.parameter.data.untyped_storage().data_ptr(): t.parameter.data.untyped_storage().nbytes()
-                    for t in session.engine.tensors}  # fmt: skip
+                    for t in session.forward_runner.tensors}  # fmt: skip
         return sum(storages.values()), session.plan.segments_of(session.rank)
 
     found = sessions(Case(THREE.split_points, "opt-untied"), held)

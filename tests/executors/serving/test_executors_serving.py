@@ -1,4 +1,4 @@
-"""Serving engines alike: the built-in runtime, the same over HTTP, and whichever engine ZOSIM_ENGINE_URL names."""
+"""Serving engines alike: the built-in runtime, the same over HTTP, and whichever engine ZOSIM_SERVER_URL names."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from executors.datasets.rewards import reward_named
 from executors.models.lora import merge_lora, save_adapters
 from executors.models.weight_files import weights_digest
 from executors.runs.adapters import attach
-from executors.serving.client import RemoteEngine
-from executors.serving.engine import Request
+from executors.serving.client import RemoteServer
 from executors.serving.peft import Adapter, linear_shapes, read_adapter
+from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from executors.serving.server import ScoringServer
 from executors.serving.tuning import Tuning, TuningSettings
@@ -43,7 +43,7 @@ from topology.errors import DataError, ModelError, RunError
 from zosim.plans import LowBits
 
 LORA = LoRA(rank=3, target_modules=("q_proj", "fc2"), seed=1)
-ENGINE_URL, ENGINE_MODEL = os.environ.get("ZOSIM_ENGINE_URL"), os.environ.get("ZOSIM_ENGINE_MODEL")
+SERVER_URL, SERVER_MODEL = os.environ.get("ZOSIM_SERVER_URL"), os.environ.get("ZOSIM_SERVER_MODEL")
 SETTINGS = TuningSettings(
     ("q_proj", "v_proj"), rank=2, lazy_steps=3, max_rank=8, epsilon=1e-3, learning_rate=0.1, seed=4
 )
@@ -94,18 +94,18 @@ def expected(model, tokens):
 def served(request, folder):
     """An engine, with what it scores when nothing stands beside its base."""
     if request.param == "external":
-        if not (ENGINE_URL and ENGINE_MODEL):
+        if not (SERVER_URL and SERVER_MODEL):
             pytest.skip(
-                "no engine: ZOSIM_ENGINE_URL and ZOSIM_ENGINE_MODEL name one, and its base's directory"
+                "no engine: ZOSIM_SERVER_URL and ZOSIM_SERVER_MODEL name one, and its base's directory"
             )
-        yield RemoteEngine(ENGINE_URL, timeout_s=600), ENGINE_MODEL
+        yield RemoteServer(SERVER_URL, timeout_s=600), SERVER_MODEL
         return
     runtime = Runtime(base())
     if request.param == "runtime":
         yield runtime, folder / "base"
         return
     with serving(runtime, "base") as server:
-        yield RemoteEngine(server.url, timeout_s=60), folder / "base"
+        yield RemoteServer(server.url, timeout_s=60), folder / "base"
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def adapter_beside(reference, target, out, seed):
     return model
 
 
-TOLERANCE = float(os.environ.get("ZOSIM_ENGINE_TOLERANCE", "1e-4"))
+TOLERANCE = float(os.environ.get("ZOSIM_SERVER_TOLERANCE", "1e-4"))
 """Of a log-probability around 5 in float32; an engine of others may compute in bfloat16."""
 
 
@@ -142,24 +142,24 @@ def test_scores_are_the_models_own(served, reference):
 
 
 def test_every_request_is_scored_beside_its_own_adapter(served, reference, tmp_path):
-    engine, _ = served
+    runner, _ = served
     models = {None: reference}
     for seed, name in enumerate(("contract-a", "contract-b")):
         models[name] = adapter_beside(reference, "q_proj", tmp_path / name, seed)
-        engine.load(name, tmp_path / name)
-    assert {"contract-a", "contract-b"} <= set(engine.adapters())
+        runner.load(name, tmp_path / name)
+    assert {"contract-a", "contract-b"} <= set(runner.adapters())
     requests = [
         Request(tokens, 1, name) for name in (None, *list(models)[1:], None) for tokens in tokens_of(3)
     ]
-    for request, scores in zip(requests, engine.score(requests), strict=True):
+    for request, scores in zip(requests, runner.score(requests), strict=True):
         assert scores == pytest.approx(expected(models[request.adapter], request.tokens), abs=TOLERANCE)
-    engine.load("contract-a", tmp_path / "contract-b")  # in the other's place
-    again = engine.score([Request(tokens_of(1)[0], 1, "contract-a")])[0]
+    runner.load("contract-a", tmp_path / "contract-b")  # in the other's place
+    again = runner.score([Request(tokens_of(1)[0], 1, "contract-a")])[0]
     assert again == pytest.approx(expected(models["contract-b"], tokens_of(1)[0]), abs=TOLERANCE)
     for name in ("contract-a", "contract-b"):
-        engine.unload(name)
+        runner.unload(name)
     with pytest.raises((ModelError, RunError), match="contract-a"):
-        engine.score([Request(tokens_of(1)[0], 1, "contract-a")])
+        runner.score([Request(tokens_of(1)[0], 1, "contract-a")])
 
 
 def test_text_is_the_most_probable_one(served, reference):
@@ -174,13 +174,13 @@ def test_text_is_the_most_probable_one(served, reference):
         assert 1 <= len(text) <= 4
 
 
-def test_a_tuning_on_an_engine_is_that_of_perturbed_models(served, reference, tmp_path):
+def test_a_tuning_on_a_server_is_that_of_perturbed_models(served, reference, tmp_path):
     """Its losses are those of the base with increments and probe merged, as the written adapters have them."""
-    engine, model = served
+    runner, model = served
     target = "q_proj" if any(path.endswith("q_proj") for path in linear_shapes(reference)) else "v_proj"
     settings = replace(SETTINGS, targets=(target,), lazy_steps=2, max_rank=6, learning_rate=0.05, seed=0)
     lines = [Example(tokens, (-100, -100, *tokens[2:])) for tokens in tokens_of(3)]
-    with Tuning(engine, str(model), tmp_path / "tuning", settings) as tuning:
+    with Tuning(runner, str(model), tmp_path / "tuning", settings) as tuning:
         rows = [tuning.step(lines) for _ in range(5)]
         tuning.save(tmp_path / "adapter")
     learnt = read_adapter(tmp_path / "adapter", linear_shapes(reference))
@@ -188,9 +188,9 @@ def test_a_tuning_on_an_engine_is_that_of_perturbed_models(served, reference, tm
     with torch.no_grad():
         for path, (inner, outer) in learnt.factors.items():
             moved.get_submodule(path).weight += outer @ inner
-    engine.load("contract-learnt", tmp_path / "adapter")
-    scores = engine.score([Request(line.input_ids, 2, "contract-learnt") for line in lines])
-    engine.unload("contract-learnt")
+    runner.load("contract-learnt", tmp_path / "adapter")
+    scores = runner.score([Request(line.input_ids, 2, "contract-learnt") for line in lines])
+    runner.unload("contract-learnt")
     for line, of_line in zip(lines, scores, strict=True):
         assert of_line == pytest.approx(expected(moved, line.input_ids)[1:], abs=TOLERANCE)
     assert all(abs(row["loss_plus"] - row["loss_minus"]) < 0.1 for row in rows)
@@ -219,8 +219,8 @@ def test_transposed_linears_are_tuned_alike(tmp_path):
         ("c_attn", "c_fc"), rank=2, lazy_steps=2, max_rank=6, epsilon=0.05, learning_rate=0.02, seed=0
     )
     lines = [Example(tokens, (-100, -100, *tokens[2:])) for tokens in tokens_of(3)]
-    engine = Watched(Runtime(model_of("gpt2", num_hidden_layers=2)))
-    with Tuning(engine, str(tmp_path / "base"), tmp_path / "tuning", settings) as tuning:
+    runner = Watched(Runtime(model_of("gpt2", num_hidden_layers=2)))
+    with Tuning(runner, str(tmp_path / "base"), tmp_path / "tuning", settings) as tuning:
         rows = [tuning.step(lines)]
         tuning.save(tmp_path / "first")
         rows += [tuning.step(lines) for _ in range(4)]
@@ -234,13 +234,13 @@ def test_transposed_linears_are_tuned_alike(tmp_path):
         scores = [score for line in lines for score in expected(model, line.input_ids)[1:]]
         return -sum(scores) / len(scores)
 
-    for row, plus, minus in zip(rows, engine.probes[0::2], engine.probes[1::2], strict=True):
+    for row, plus, minus in zip(rows, runner.probes[0::2], runner.probes[1::2], strict=True):
         assert (row["loss_plus"], row["loss_minus"]) == pytest.approx(
             (loss_beside(plus), loss_beside(minus)), abs=1e-5
         )
     first = read_adapter(tmp_path / "first", linear_shapes(model_of("gpt2", num_hidden_layers=2)))
     for path, (inner, outer) in first.factors.items():
-        wanted = -0.02 * rows[0]["projected_grad"] / 0.05 * engine.probes[0][path]
+        wanted = -0.02 * rows[0]["projected_grad"] / 0.05 * runner.probes[0][path]
         assert torch.allclose(outer @ inner, wanted, rtol=1e-4, atol=1e-7)
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"] is True
 
@@ -431,17 +431,17 @@ def test_answers_that_cannot_be_are_refused_in_words(completion, complaint):
         Answering(lambda path: (200, MODELS if path == "/v1/models" else completion)) as other,
         pytest.raises(RunError, match=complaint),
     ):
-        RemoteEngine(other.url).score([Request((5, 6, 7))])
+        RemoteServer(other.url).score([Request((5, 6, 7))])
 
 
-def test_engines_that_are_gone_late_or_others_are_named():
+def test_servers_that_are_gone_late_or_others_are_named():
     with Answering(lambda _path: (200, MODELS)) as other:
         url = other.url
         with pytest.raises(RunError, match="does not serve 'opt-13b'"):
-            RemoteEngine(url, "opt-13b")
-        engine = RemoteEngine(url)
+            RemoteServer(url, "opt-13b")
+        runner = RemoteServer(url)
     with pytest.raises(RunError, match="cannot reach"):
-        engine.score([Request((5, 6))])
+        runner.score([Request((5, 6))])
     may_go_on = threading.Event()
 
     def slow(path):
@@ -450,7 +450,7 @@ def test_engines_that_are_gone_late_or_others_are_named():
 
     with Answering(slow) as other:
         with pytest.raises(RunError, match=r"did not answer /v1/models within 0\.2 s"):
-            RemoteEngine(other.url, timeout_s=0.2)
+            RemoteServer(other.url, timeout_s=0.2)
         with pytest.raises(RunError, match=r"did not answer within 0\.2 s"):
             reward_named(f"{other.url}/reward", 0.2)(["a"], ["b"])
         may_go_on.set()
@@ -459,14 +459,14 @@ def test_engines_that_are_gone_late_or_others_are_named():
         Answering(lambda path: refusal if "lora" in path else (200, MODELS)) as other,
         pytest.raises(ModelError, match=r"refused /v1/load_lora_adapter \(404\): no such route"),
     ):
-        RemoteEngine(other.url).load("x", Path("adapters"))
+        RemoteServer(other.url).load("x", Path("adapters"))
     for url in ("ftp://somewhere", "http://[", "http://here:99999", "http://here:x"):
         with pytest.raises(RunError, match="not an http or https URL"):
-            RemoteEngine(url)
+            RemoteServer(url)
         with pytest.raises(RunError, match=r"not an http or https URL|not on this machine"):
             reward_named(url, 1.0)
     with pytest.raises(RunError, match="cannot reach"):
-        RemoteEngine("http://127.0.0.1:1/\u00e9")
+        RemoteServer("http://127.0.0.1:1/\u00e9")
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_the_time_limit_is_of_the_whole_answer_however_it_drips(header):
         threading.Thread(target=drip, args=(listening,), daemon=True).start()
         begin = time.monotonic()
         with pytest.raises(RunError, match=r"did not answer /v1/models within 0\.3 s"):
-            RemoteEngine(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3)
+            RemoteServer(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3)
         assert time.monotonic() - begin < 3
         is_over.set()
 
@@ -495,7 +495,7 @@ def test_the_time_limit_is_of_the_whole_answer_however_it_drips(header):
 @pytest.mark.parametrize("limit_s", [math.nan, math.inf, 0.0, -1.0, 1e9])
 def test_time_limits_that_nobody_waits_for_are_refused(limit_s):
     with pytest.raises(RunError, match=r"--timeout .* is not a valid time"):
-        RemoteEngine("http://127.0.0.1:1", timeout_s=limit_s)
+        RemoteServer("http://127.0.0.1:1", timeout_s=limit_s)
     for name in ("http://127.0.0.1:1/", f"{__name__}:small_tokens"):
         with pytest.raises(RunError, match=r"--reward-timeout .* is not a valid time"):
             reward_named(name, limit_s)
@@ -507,7 +507,7 @@ def test_an_answer_without_end_is_not_kept(monkeypatch):
         Answering(lambda _path: (200, b"[" + b"1," * (1 << 20))) as other,
         pytest.raises(RunError, match="more than 1 MiB"),
     ):
-        RemoteEngine(other.url)
+        RemoteServer(other.url)
 
 
 def test_a_port_that_is_taken_is_refused_and_leaves_no_thread():
@@ -559,7 +559,7 @@ def test_live_requests_go_before_probes():
     with serving(runtime) as server:
 
         def ask(first, priority):
-            RemoteEngine(server.url, priority=priority).score([Request((first, 9))])
+            RemoteServer(server.url, priority=priority).score([Request((first, 9))])
 
         threads = [threading.Thread(target=ask, args=(3, 0))]
         threads[0].start()
@@ -589,13 +589,13 @@ def test_a_text_lets_live_requests_pass_at_every_token():
     runtime.score = lambda requests: (order.append("live"), scored(requests))[1]
     with serving(runtime) as server:
         texts = []
-        probing = RemoteEngine(server.url, priority=9)
+        probing = RemoteServer(server.url, priority=9)
         probe = threading.Thread(
             target=lambda: texts.extend(probing.generate([[5, 6], [7]], None, max_new_tokens=4))
         )
         probe.start()
         assert begun.wait(60)
-        live = threading.Thread(target=RemoteEngine(server.url, priority=0).score, args=([Request((3, 9))],))
+        live = threading.Thread(target=RemoteServer(server.url, priority=0).score, args=([Request((3, 9))],))
         live.start()
         wait_until(lambda: server.batcher._waiting, "a request that waits")
         may_go_on.set()
@@ -619,11 +619,11 @@ def test_one_tenants_failure_is_its_own(monkeypatch):
 
     runtime.score = scarce
     with serving(runtime, "base") as server:
-        engine, prompts = RemoteEngine(server.url), [(5, *range(3, 6)) for _ in range(7)]
+        runner, prompts = RemoteServer(server.url), [(5, *range(3, 6)) for _ in range(7)]
         with pytest.raises(RunError, match=r"\(500\): the server failed: MemoryError: out of memory"):
-            engine.score([Request((66, 7))])
+            runner.score([Request((66, 7))])
         (alone,) = real([Request(prompts[0])])
-        for scores in engine.score(list(map(Request, prompts))):
+        for scores in runner.score(list(map(Request, prompts))):
             assert scores == pytest.approx(alone, abs=1e-5)
     assert most == [8, 8, 8, 4]
 
@@ -649,11 +649,11 @@ class Fragile:
 
 @pytest.mark.crossed(quick=4)
 @pytest.mark.parametrize("at", [1, 3, 4, 6])
-def test_nothing_is_lost_with_an_engine_that_is_gone(folder, tmp_path, at):
+def test_nothing_is_lost_with_a_server_that_is_gone(folder, tmp_path, at):
     lines = [Example(tokens, (-100, *tokens[1:])) for tokens in tokens_of(3)]
 
-    def tuned(out, engine, steps=7):
-        with Tuning(engine, str(folder / "base"), out, SETTINGS) as tuning:
+    def tuned(out, runner, steps=7):
+        with Tuning(runner, str(folder / "base"), out, SETTINGS) as tuning:
             while tuning.num_steps < steps:
                 tuning.step(lines)
             tuning.save(out / "adapter")
@@ -673,8 +673,8 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
     tenants = {f"tenant-{seed}": replace(SETTINGS, seed=seed) for seed in (1, 2)}
     gradients = {}
 
-    def begun(name, engine, place):
-        return Tuning(engine, str(folder / "base"), tmp_path / place / name, tenants[name])
+    def begun(name, runner, place):
+        return Tuning(runner, str(folder / "base"), tmp_path / place / name, tenants[name])
 
     def tuned(tuning, *key):
         with tuning:
@@ -684,7 +684,7 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
         threads = [
             threading.Thread(
                 target=tuned,
-                args=(begun(name, RemoteEngine(server.url), "together"), "together", name),
+                args=(begun(name, RemoteServer(server.url), "together"), "together", name),
             )
             for name in tenants
         ]
@@ -692,7 +692,7 @@ def test_tenants_tune_beside_each_other_on_one_server(folder, tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        assert RemoteEngine(server.url).adapters() == ()
+        assert RemoteServer(server.url).adapters() == ()
     for name in tenants:
         tuned(begun(name, Runtime(base()), "alone"), "alone", name)
         # A loss around 4.6 is rounded to 5e-7, its difference over 2·ε of 2e-3 to 3e-4.
@@ -731,11 +731,11 @@ def test_scores_that_are_no_numbers_come_as_none_over_http(folder, tmp_path, mon
     runtime = Runtime(base())
     monkeypatch.setattr(runtime, "score", lambda requests: [[math.nan, -math.inf] for _ in requests])
     with serving(runtime, "base") as server:
-        engine = RemoteEngine(server.url)
+        runner = RemoteServer(server.url)
         with pytest.raises(RunError, match="not finite"):
-            engine.score([Request((5, 6, 7))])
+            runner.score([Request((5, 6, 7))])
         with (
-            Tuning(engine, str(folder / "base"), tmp_path, SETTINGS) as tuning,
+            Tuning(runner, str(folder / "base"), tmp_path, SETTINGS) as tuning,
             pytest.raises(RunError, match="not finite"),
         ):
             tuning.step([Example((5, 6, 7), (5, 6, 7))])
@@ -784,15 +784,15 @@ def test_a_base_that_is_exchanged_behind_a_tuning_is_noticed(folder, tmp_path, r
     ]
     served = [entries[0]]
     with Answering(lambda _path: (200, {"data": served})) as other:
-        engine = RemoteEngine(other.url)
-        Tuning(engine, str(folder / "base"), tmp_path / "out", SETTINGS).close()
+        runner = RemoteServer(other.url)
+        Tuning(runner, str(folder / "base"), tmp_path / "out", SETTINGS).close()
         with pytest.raises(RunError, match="has weights of digest"):
-            Tuning(engine, str(tmp_path / "other"), tmp_path / "new", SETTINGS)
+            Tuning(runner, str(tmp_path / "other"), tmp_path / "new", SETTINGS)
         served[0] = entries[1]
         with pytest.raises(RunError, match="has changed its base"):
-            engine.load("x", folder / "one")
+            runner.load("x", folder / "one")
         with pytest.raises(RunError, match="has weights of digest"):
-            Tuning(RemoteEngine(other.url), str(folder / "base"), tmp_path / "out", SETTINGS)
+            Tuning(RemoteServer(other.url), str(folder / "base"), tmp_path / "out", SETTINGS)
 
 
 def small_tokens(_prompts, texts):
@@ -924,12 +924,12 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
     saved_lines(data)
     with serving(Runtime(model_of("opt")), "opt") as server:
         tuned = [
-            "adapt", "--engine", server.url, "--model", model, "--data", data, "--batch", 3, "--out", tmp_path / "out",
+            "adapt", "--server", server.url, "--model", model, "--data", data, "--batch", 3, "--out", tmp_path / "out",
             "--lazy-steps", 2,
         ]  # fmt: skip
         assert zosim(*tuned, "--steps", 2) == 0
         assert zosim(*tuned, "--steps", 3, "--json") == 0
-        versions = ["canary", tmp_path / "versions", "--engine", server.url]
+        versions = ["canary", tmp_path / "versions", "--server", server.url]
         out = tmp_path / "out" / "adapter"
         capsys.readouterr()
         assert (

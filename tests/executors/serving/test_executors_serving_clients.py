@@ -17,8 +17,8 @@ import pytest
 from costmodel.models.configs import LoRA
 from executors.models.lora import save_adapters
 from executors.runs.adapters import attach
-from executors.serving.client import RemoteEngine
-from executors.serving.engine import Request
+from executors.serving.client import RemoteServer
+from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from executors.serving.server import ClientLimits, ScoringServer
 from tests.support.command import saved_model, zosim
@@ -130,12 +130,12 @@ def test_of_a_crowd_everybody_is_answered_or_asked_to_come_back(runtime, most, c
 def test_whoever_is_asked_to_come_back_does(runtime):
     gate = Gate(runtime)
     with serving(gate, limits=ClientLimits(requests=1)) as server:
-        engines = [RemoteEngine(server.url) for _ in range(2)]
+        runners = [RemoteServer(server.url) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(engines[0].score, [Request((5, 4, 7))])
+            first = pool.submit(runners[0].score, [Request((5, 4, 7))])
             assert gate.began.wait(HANG_S)
             assert asked(server, post(SCORING))[0] == 503
-            second = pool.submit(engines[1].score, [Request((5, 4, 7))])
+            second = pool.submit(runners[1].score, [Request((5, 4, 7))])
             gate.is_open.set()
             assert first.result() == second.result()
 
@@ -411,7 +411,7 @@ def test_a_signal_ends_the_command_in_order(tmp_path, number):
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as served:
         line = next(line for line in served.stderr if line.startswith("serving base at "))
-        assert RemoteEngine(line.split()[-1]).adapters() == ()
+        assert RemoteServer(line.split()[-1]).adapters() == ()
         served.send_signal(number)
         rest = served.stderr.read()
     assert served.returncode == 0

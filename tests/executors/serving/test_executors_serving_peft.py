@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executors.serving import peft as reading
-from executors.serving.engine import Request
 from executors.serving.peft import linear_shapes, read_adapter
+from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from tests.support.tiny import model_of
 from topology.errors import ModelError

@@ -114,7 +114,7 @@ def test_between_forwards_no_parameter_holds_what_a_free_takes_away(low_bits):
     model = model_of("opt")
     with Session(plan_of(model, **FRESH, **low_bits), model, learning_rate=RATE) as session:
         session.step(batches(1)[0])
-        for tensor in session.engine.tensors_of("block.1"):
+        for tensor in session.forward_runner.tensors_of("block.1"):
             assert not isinstance(tensor.held, QuantizedTensor)
             assert tensor.values.isnan().all()
             assert tensor.values.untyped_storage().nbytes() <= 8

@@ -19,7 +19,7 @@ from topology.errors import ModelError
 from zosim.plans import Plan
 
 
-class ForwardEngine(Protocol):
+class ForwardRunner(Protocol):
     """Runs segments of a model at the weights that its tensors currently hold.
 
     :class:`executors.models.model.SegmentedModel` is one, by running the model's own modules. Before a segment runs at an
@@ -68,7 +68,7 @@ class ForwardEngine(Protocol):
         """Return the format that losses have."""
 
 
-def engine_for(
+def forward_runner_for(
     plan: Plan,
     model: nn.Module,
     device: torch.device,
@@ -76,7 +76,7 @@ def engine_for(
     loss_dtype: LossDType,
     autocast_dtype: torch.dtype | None,
     objective: Objective | TextObjective | None = None,
-) -> ForwardEngine:
+) -> ForwardRunner:
     """Return what runs the forwards of `plan` on `model`.
 
     Raises
@@ -95,7 +95,7 @@ def engine_for(
                 hint="leave --objective out, or use --weights serial or copies",
             )
         return BatchedModel(model, loss_dtype=loss_dtype, autocast_dtype=autocast_dtype)
-    engine = in_segments(
+    forward_runner = in_segments(
         model,
         loss_dtype=loss_dtype,
         loss_chunk_tokens=plan.forward.loss_chunk_tokens,
@@ -103,8 +103,10 @@ def engine_for(
         objective=objective,
         split_blocks=plan.model.split_blocks,
     )
-    if isinstance(engine, UnsplitModel) and (plan.num_stages > 1 or plan.residency.blocks != "resident"):
-        raise engine.reason
+    if isinstance(forward_runner, UnsplitModel) and (
+        plan.num_stages > 1 or plan.residency.blocks != "resident"
+    ):
+        raise forward_runner.reason
     if plan.split_points:
-        engine.refuse_several("run it in one stage")
-    return engine
+        forward_runner.refuse_several("run it in one stage")
+    return forward_runner

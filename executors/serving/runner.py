@@ -30,10 +30,10 @@ class Request:
     adapter: str | None = None
 
 
-class ServingEngine(Protocol):
+class ServingRunner(Protocol):
     """A base model with adapters, one of which each request may name.
 
-    :class:`executors.serving.runtime.Runtime` is one in this process; :class:`executors.serving.client.RemoteEngine` one behind the
+    :class:`executors.serving.runtime.Runtime` is one in this process; :class:`executors.serving.client.RemoteServer` one behind the
     OpenAI-compatible protocol.
     """
 
@@ -70,7 +70,7 @@ class ServingEngine(Protocol):
 
 
 def mean_losses(
-    engine: ServingEngine, adapters: Sequence[str | None], examples: Sequence[Example]
+    runner: ServingRunner, adapters: Sequence[str | None], examples: Sequence[Example]
 ) -> tuple[list[float], int]:
     """Return the mean loss over labelled tokens with each adapter, scored together, and the number of these tokens.
 
@@ -84,7 +84,7 @@ def mean_losses(
     if not firsts:
         raise RunError("the examples have no labels")
     scores = iter(
-        engine.score(
+        runner.score(
             [Request(example.input_ids, first, name) for name in adapters for example, first in firsts]
         )
     )
