@@ -5,7 +5,7 @@ Predicted and measured timelines are the same type, so that they can be compared
 Steps overlap: the first copies of a step run while the last of the step before still does. A step's *period* is
 therefore the difference between its end and the end of the step before, where a step ends with the last of its
 instructions; periods add up to the length of the run. The first step's period reaches back to the beginning of
-the run and contains the prologue. Neither it nor any other step before ``first_steady_step`` counts as steady.
+the run and contains the prologue. Neither it nor any other step before ``first_periodic_step`` counts as steady.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Timeline(Document):
         equal keys keep the order in which they were given.
     memory : tuple of MemorySample
         Sorted by time; at equal times in the order given.
-    first_steady_step : int
+    first_periodic_step : int
         Steps before it are warm-up.
     repeat : Repeat, optional
         Steps left out because they equal earlier ones, shifted. Spans after them carry their real times.
@@ -201,7 +201,7 @@ class Timeline(Document):
     num_steps: int
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...] = ()
-    first_steady_step: int = 1
+    first_periodic_step: int = 1
     repeat: Repeat | None = None
     reference_s: PositiveFloat | None = None
     tokens_per_step: PositiveFloat | None = None
@@ -281,7 +281,7 @@ class Timeline(Document):
         return rounds, repeat.first_step + offset
 
     @cached_property
-    def steady_steps(self) -> tuple[int, ...]:
+    def periodic_steps(self) -> tuple[int, ...]:
         """Listed steps past the warm-up; the last listed one where there is none.
 
         Where steps were left out, the listed round that they repeat stands for all of them.
@@ -289,7 +289,7 @@ class Timeline(Document):
         if self.repeat is not None:
             return tuple(range(self.repeat.first_step, self.repeat.first_omitted_step))
         return (
-            tuple(step for step in self.listed_steps if step >= self.first_steady_step)
+            tuple(step for step in self.listed_steps if step >= self.first_periodic_step)
             or self.listed_steps[-1:]
         )
 
@@ -304,29 +304,29 @@ class Timeline(Document):
         """
         if self.repeat is not None:
             return self.repeat.period_s / self.repeat.num_steps
-        if not self.steady_steps:
+        if not self.periodic_steps:
             message = f"timeline of {self.program} holds no step"
             raise TimelineError(message, hint="simulate or run at least one step")
-        return median(self._period_s(step) for step in self.steady_steps)
+        return median(self._period_s(step) for step in self.periodic_steps)
 
     def _period_s(self, step: int) -> float:
         return self.step_end_s(step) - (self.step_end_s(step - 1) if step else self.begin_s)
 
-    def steady_spans(self, rank: int = 0) -> Iterator[Span]:
+    def periodic_spans(self, rank: int = 0) -> Iterator[Span]:
         """Yield the spans of a rank's steady steps."""
-        chosen = set(self.steady_steps)
+        chosen = set(self.periodic_steps)
         for span in self.spans:
             if span.rank == rank and span.part == "step" and span.step in chosen:
                 yield span
 
     def busy(self, streams: Collection[Stream], rank: int = 0) -> float:
         """Return the part of the steady steps' time for which any of these streams was busy."""
-        chosen = [(span.start_s, span.end_s) for span in self.steady_spans(rank) if span.stream in streams]
+        chosen = [(span.start_s, span.end_s) for span in self.periodic_spans(rank) if span.stream in streams]
         busy_s, until_s = 0.0, float("-inf")
         for start_s, end_s in sorted(chosen):
             busy_s += max(0.0, end_s - max(start_s, until_s))
             until_s = max(until_s, end_s)
-        return busy_s / sum(self._period_s(step) for step in self.steady_steps)
+        return busy_s / sum(self._period_s(step) for step in self.periodic_steps)
 
     def seconds_by_label(self, rank: int = 0) -> dict[str, float]:
         """Return the mean seconds per steady step under each label, largest first.
@@ -334,8 +334,8 @@ class Timeline(Document):
         Streams overlap, so the values may add up to more than the step.
         """
         seconds: dict[str, float] = defaultdict(float)
-        for span in self.steady_spans(rank):
-            seconds[span.label] += span.duration_s / len(self.steady_steps)
+        for span in self.periodic_spans(rank):
+            seconds[span.label] += span.duration_s / len(self.periodic_steps)
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def memory_curve(self, space: Space, rank: int = 0) -> list[tuple[float, dict[str, int]]]:
@@ -374,7 +374,9 @@ class Timeline(Document):
             for number in range(1, repeat.num_rounds + 1)
             for span in listed
         ]
-        return replace(self, spans=(*self.spans, *omitted), repeat=None, first_steady_step=repeat.first_step)
+        return replace(
+            self, spans=(*self.spans, *omitted), repeat=None, first_periodic_step=repeat.first_step
+        )
 
     def to_json(self) -> str:
         """Return the timeline as JSON, one span and one memory sample to a line."""

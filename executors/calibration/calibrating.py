@@ -374,5 +374,5 @@ def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement
 
 def _weight(measurement: Measurement, step: WholeStep, timeline: Timeline) -> float:
     """Return the weight of what spans of a step took in a fit: 1 if they are a tenth of it."""
-    per_step = measurement.num_samples / len(timeline.steady_steps)
+    per_step = measurement.num_samples / len(timeline.periodic_steps)
     return min(1.0, max(_LEAST_HEED, per_step * measurement.seconds / (_HEEDED_PART * step.seconds)))

@@ -354,7 +354,7 @@ def _undisturbed(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_Tim
 def _with_steps(timeline: Timeline, numbers: Collection[int]) -> Timeline:
     """Return a timeline of these steps alone."""
     spans = tuple(span for span in timeline.spans if span.step in numbers and span.part == "step")
-    return replace(timeline, spans=spans, first_steady_step=min(numbers))
+    return replace(timeline, spans=spans, first_periodic_step=min(numbers))
 
 
 def _gaps(timeline: Timeline, kept: Sequence[_TimedStep]) -> tuple[float, float]:

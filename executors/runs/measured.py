@@ -20,7 +20,7 @@ def measured_timeline(
     rank: int,
     first_step: int,
     num_steps: int,
-    first_steady_step: int,
+    first_periodic_step: int,
     memory: MemoryReport,
 ) -> Timeline:
     """Return the measured spans of some steps on all ranks, and their memory.
@@ -29,7 +29,7 @@ def measured_timeline(
     ----------
     first_step : int
         The first step that was timed, from which steps are counted.
-    first_steady_step : int
+    first_periodic_step : int
         Of these steps, the first that counts as steady.
     """
     sent = interpreter.boundaries.sent_bytes
@@ -50,7 +50,7 @@ def measured_timeline(
         num_steps=num_steps,
         spans=tuple(span.shifted(-begin) for span in spans if span.step <= num_steps),
         memory=tuple(memory.samples(rank, 0.0)),
-        first_steady_step=first_steady_step,
+        first_periodic_step=first_periodic_step,
     )
     return timeline if communicator is None else timeline_of_all_ranks(communicator, timeline)
 

@@ -479,11 +479,11 @@ class Run:
         if session.num_steps > first:
             timeline = session.timeline()
             if self.writes:
-                steady = [self._num_tokens(first + step) for step in timeline.steady_steps]
+                periodic = [self._num_tokens(first + step) for step in timeline.periodic_steps]
                 timeline = replace(
                     timeline,
                     reference_s=self.reference_s,
-                    tokens_per_step=statistics.fmean(steady) if steady else None,
+                    tokens_per_step=statistics.fmean(periodic) if periodic else None,
                 )
                 write_atomically(self.out / TIMELINE_NAME, timeline.to_json())
         self._verify(session)

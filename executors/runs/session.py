@@ -511,7 +511,7 @@ class Session:
             rank=self.rank,
             first_step=self.first_timed_step,
             num_steps=min(self.num_steps - self.first_timed_step, self._num_timed_steps),
-            first_steady_step=_OBSERVED_STEPS,
+            first_periodic_step=_OBSERVED_STEPS,
             memory=self.memory(),
         )
 

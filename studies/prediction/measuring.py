@@ -184,7 +184,7 @@ class Turn:
         session, taken = self._session, self._taken
         memory = session.memory()
         # Rounds of other cases lie between rounds, so lines are compared within the last one.
-        timeline = replace(session.timeline(), first_steady_step=session.num_steps - len(taken[-1].step_s))
+        timeline = replace(session.timeline(), first_periodic_step=session.num_steps - len(taken[-1].step_s))
         measurement = MeasuredSteps(
             self.case,
             session.plan,

@@ -32,7 +32,7 @@ from zosim.lowering import lower_all
 from zosim.plans import Mesh, Perturbations, Placement, Plan, Residency, Schedule, Weights
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS
 from zosim.simulators.fold import fold
-from zosim.simulators.lockstep import Lockstep, steady_step_s
+from zosim.simulators.lockstep import Lockstep, periodic_step_s
 from zosim.simulators.world import World
 
 # What folding may change: rounding.
@@ -133,7 +133,7 @@ def event_by_event(world: World) -> Timing:
 def folded(world: World) -> Timing:
     """Time folding, and the simulation of one rank of each kind."""
     num_ranks = fold(world).size
-    times, step_s = timed(lambda: steady_step_s(fold(world)))
+    times, step_s = timed(lambda: periodic_step_s(fold(world)))
     return Timing(f"folded to {num_ranks} ranks, with contention", *times, world.size, step_s)
 
 

@@ -31,9 +31,9 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.instructions import Instruction
 from zosim.simulators.maxplus import Floats, MaxPlus, Node
+from zosim.simulators.periodic import MAX_CYCLE, TOLERANCE
 from zosim.simulators.run_graph import RunGraph
 from zosim.simulators.shortening import shortest
-from zosim.simulators.steady import MAX_CYCLE, TOLERANCE
 from zosim.simulators.world import World
 
 # Configurations evaluated together: as many as leave the times of a step in the cache.

@@ -220,7 +220,7 @@ def draw(steps: list[MethodStep], out: Path) -> Path:
 def _rows(step: MethodStep) -> list[tuple[str, list[tuple[str, float, float]]]]:
     """Return, for each rank and stream that is busy, spans of its last listed steady step."""
     timeline = step.subject.timeline
-    number = timeline.steady_steps[-1]
+    number = timeline.periodic_steps[-1]
     mine = [span for span in timeline.spans if span.part == "step" and span.step == number]
     begin_s = min(span.start_s for span in mine)
 

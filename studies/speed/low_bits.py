@@ -149,7 +149,7 @@ def _beside_a_reference(name: str, work: Callable[[], object], references_s: dic
 def _forward_seconds(session: Session) -> list[float]:
     """Return the seconds that the forwards take of every second step: of the timed ones."""
     seconds: dict[int, float] = {}
-    for span in session.timeline().steady_spans():
+    for span in session.timeline().periodic_spans():
         if span.label == "forward":
             seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
     return [value for step, value in seconds.items() if step % 2]

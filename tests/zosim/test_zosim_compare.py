@@ -28,7 +28,7 @@ WHOLE = pipeline(3, 1e-3, 3e-3, 1e-3, num_staging_buffers=3)
 def measurement(whole, machine, num_steps=6, **fields):
     """A run on another machine, listed step by step as a measurement is."""
     listed = simulate(whole, machine, num_steps=num_steps).expanded()
-    return replace(listed, source="measured", first_steady_step=1, **fields)
+    return replace(listed, source="measured", first_periodic_step=1, **fields)
 
 
 def test_a_perfect_prediction_has_no_error():
@@ -81,7 +81,7 @@ def test_contributions_add_up_to_the_error_of_the_step(compute, upload, offload,
     # Steps may alternate or settle late, and then their median is not their mean.
     repeat = simulate(WHOLE, other).repeat
     assume(repeat is not None and repeat.num_steps == 1 and repeat.first_step <= 6)
-    measured = replace(measurement(WHOLE, other, num_steps=12), first_steady_step=6)
+    measured = replace(measurement(WHOLE, other, num_steps=12), first_periodic_step=6)
     found = compare(simulate(WHOLE, shared()), measured, WHOLE)
     error_s = found.predicted_step_s - found.measured_step_s
     for lines in (found.labels, found.instructions):

@@ -24,7 +24,7 @@ def seconds_by_label(path):
 def as_measured(timeline):
     """The same spans without the knowledge that they repeat."""
     listed = timeline.expanded()
-    return replace(listed, source="measured", first_steady_step=1)
+    return replace(listed, source="measured", first_periodic_step=1)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_spans_that_met_others_are_marked_and_not_learned_from(tmp_path):
     evidence = evidence_of(run_of(subject, tmp_path / "run"), subject)
     found = {measurement.name.split()[0]: measurement for measurement in measurements_of(evidence)}
     assert found["forward"].num_samples > 1
-    spans = list(evidence.timeline.steady_spans())
+    spans = list(evidence.timeline.periodic_spans())
     shifted = [s.shifted(-0.9 * s.duration_s) if s.label == "forward" else s for s in spans]
     crowded = Timeline(evidence.timeline.program, "measured", evidence.timeline.num_steps, tuple(shifted))
     with_company = evidence.model_copy(update={"timeline": crowded})
@@ -274,7 +274,7 @@ def test_spans_that_met_others_are_marked_and_not_learned_from(tmp_path):
 
 def test_measured_numbers_follow_from_the_spans(made):
     assert made.measurement == MeasuredRun.of(made.timeline)
-    assert made.measurement.num_steady_steps == len(made.timeline.steady_steps)
+    assert made.measurement.num_periodic_steps == len(made.timeline.periodic_steps)
     assert made.measurement.tokens_per_s == pytest.approx(20.5 / made.timeline.step_time_s)
     assert made.comparison().measured_tokens == 20.5
     assert MeasuredRun.of(replace(made.timeline, tokens_per_step=None)).tokens_per_s is None

@@ -31,7 +31,7 @@ from zosim.program.program_set import ProgramSet
 from zosim.program.validate import validate
 from zosim.program.validate_set import validate_set
 from zosim.simulators.fold import fold
-from zosim.simulators.lockstep import steady_step_s
+from zosim.simulators.lockstep import periodic_step_s
 from zosim.simulators.simulate import simulate_world
 
 PRESET = "dgx-h100"
@@ -107,8 +107,8 @@ def test_every_simulator_runs_them_alike(split_points, data, order):
     world = subject_of(plan_of(split_points, data=data), order).world
     assert_same_run(world, 3)
     assert_same_step(world)
-    step_s = steady_step_s(world)
-    assert steady_step_s(fold(world)) == pytest.approx(step_s, rel=1e-9)
+    step_s = periodic_step_s(world)
+    assert periodic_step_s(fold(world)) == pytest.approx(step_s, rel=1e-9)
     assert step_time_bound_of(world) <= step_s * (1 + 1e-9)
 
 
@@ -185,7 +185,7 @@ def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     ]
     seconds = sum(machines[0].activity(one, item).seconds for item in pair)
     assert work.work.sweep_bytes
-    step_s = steady_step_s(replace(subject, edited=listed).world)
+    step_s = periodic_step_s(replace(subject, edited=listed).world)
     expected_s = (num_microbatches + len(split_points)) * seconds
     assert step_s == pytest.approx(expected_s, rel=2e-3)  # messages are not quite free
 

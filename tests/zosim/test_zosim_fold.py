@@ -11,7 +11,7 @@ from tests.support.builders import RATE, host_machine, make_profile, pipeline, r
 from zosim.hardware.machine import Machine
 from zosim.program.program_set import ProgramSet
 from zosim.simulators.fold import fold
-from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.lockstep import periodic_step_s, simulate_many
 from zosim.simulators.world import World
 
 
@@ -58,7 +58,7 @@ def test_every_rank_has_the_times_of_one_representative(ranks):
 @given(rank_sets(max_instructions=4))
 def test_steps_take_the_same(ranks):
     world = World.of(*ranks)
-    assert steady_step_s(fold(world)) == pytest.approx(steady_step_s(world), rel=1e-9, abs=1e-12)
+    assert periodic_step_s(fold(world)) == pytest.approx(periodic_step_s(world), rel=1e-9, abs=1e-12)
 
 
 def hosts_of(num_hosts, per_host, **machine):

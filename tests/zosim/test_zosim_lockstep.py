@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.support.builders import RATE, programs, rank_sets, shared, unshared
 from zosim.program.instructions import Space
 from zosim.program.program_set import ProgramSet
-from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.lockstep import periodic_step_s, simulate_many
 from zosim.simulators.simulate import simulate_world
 from zosim.simulators.world import World
 
@@ -36,7 +36,7 @@ def assert_same_step(world):
     timeline = simulate_world(world)
     if timeline.repeat is not None:
         assert simulate_many(world).step_time_s == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-12)
-        assert steady_step_s(world) == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-12)
+        assert periodic_step_s(world) == pytest.approx(timeline.step_time_s, rel=1e-9, abs=1e-12)
 
 
 def alone(whole, machine):

@@ -17,7 +17,7 @@ from zosim.program.operations import Collective, Recv, Send
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
 from zosim.simulators.fold import fold
-from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.lockstep import periodic_step_s, simulate_many
 from zosim.simulators.simulate import simulate
 from zosim.simulators.world import World
 
@@ -76,14 +76,14 @@ def test_the_bubble_of_a_sweep_is_what_filling_the_pipeline_takes(num_stages, nu
     free = [[0.0] * num_points] * (num_stages - 1)
     world = World.of(*pipelines([[2 * MS] * num_points] * num_stages, free))
     expected_s = (num_points + num_stages - 1) * 2 * MS
-    assert steady_step_s(world) == pytest.approx(expected_s)
+    assert periodic_step_s(world) == pytest.approx(expected_s)
     assert step_time_bound_of(world) == pytest.approx(expected_s)
 
 
 def test_what_leaves_at_the_end_overlaps_with_nothing():
     # As when both points leave together: the second stage has both only when the first is done.
     listed, machines = pipelines([[3 * MS], [5 * MS]], [[1 * MS]])
-    assert steady_step_s(World.of(listed, machines)) == pytest.approx(9 * MS)
+    assert periodic_step_s(World.of(listed, machines)) == pytest.approx(9 * MS)
 
 
 def test_both_sides_of_a_message_take_the_same_time():
@@ -100,13 +100,13 @@ def test_both_sides_of_a_message_take_the_same_time():
 def test_a_slow_link_bounds_the_step():
     listed, machines = pipelines([[1 * MS] * 4] * 2, [[7 * MS] * 4])
     # The first point is computed, four messages follow each other, the last one is computed on the second stage.
-    assert steady_step_s(World.of(listed, machines)) == pytest.approx((1 + 4 * 7 + 1) * MS)
+    assert periodic_step_s(World.of(listed, machines)) == pytest.approx((1 + 4 * 7 + 1) * MS)
 
 
 def test_messages_share_a_link():
     # Two hops cross the host's link of 1.5 messages at a time; while both run, each has three quarters.
     listed, machines = pipelines([[0.0] * 4] * 3, [[6 * MS] * 4] * 2)
-    step_s = steady_step_s(World.of(listed, machines))
+    step_s = periodic_step_s(World.of(listed, machines))
     assert step_s >= 2 * 4 * 6 * MS / 1.5
     assert step_s == pytest.approx((6 + 3 * 8 + 6) * MS)
 
@@ -198,7 +198,7 @@ def test_pipelines_that_are_alike_are_simulated_once(run):
     world = World.of(*run)
     folded = fold(world)
     assert folded.size == len(listed.programs)
-    assert steady_step_s(folded) == pytest.approx(steady_step_s(world), rel=1e-9, abs=1e-12)
+    assert periodic_step_s(folded) == pytest.approx(periodic_step_s(world), rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=30)
@@ -206,7 +206,7 @@ def test_pipelines_that_are_alike_are_simulated_once(run):
 def test_the_closed_form_and_the_bytes_bound_the_step(run):
     listed, machines = run
     world = World.of(listed, machines)
-    step_s = steady_step_s(world)
+    step_s = periodic_step_s(world)
     assert step_time_bound_of(world) <= step_s * (1 + 1e-9) + 1e-12
     for rank, machine in enumerate(machines):
         sent = [item for item in listed.program_of(rank).step if isinstance(item.op, Send)]

@@ -35,7 +35,7 @@ def test_the_same_timeline_has_the_same_picture_with_a_bar_for_each_instruction_
     timeline = simulate(PIPELINE, unshared(), num_steps=4)
     first, again = (draw_timeline(timeline, tmp_path / f"{name}.svg") for name in ("first", "again"))
     assert first.read_bytes() == again.read_bytes()
-    begin_s, end_s = (timeline.step_end_s(timeline.steady_steps[0] + number) for number in (-1, 0))
+    begin_s, end_s = (timeline.step_end_s(timeline.periodic_steps[0] + number) for number in (-1, 0))
     num_bars = sum(span.start_s < end_s and span.end_s > begin_s for span in timeline.spans)
     entries = len({span.label for span in timeline.spans})
     # Besides bars and the legend's entries: the picture, the axes, and four sides of their frame.

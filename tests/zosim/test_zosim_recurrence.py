@@ -58,7 +58,7 @@ def test_closed_form_is_a_lower_bound_where_something_is_shared(whole, num_cores
     for span in timeline.spans:
         place = Place(graph.position(span.part, span.step), span.instruction)
         assert span.end_s >= alone[place][1] * (1 - 1e-9)
-    if timeline.first_steady_step > 1:
+    if timeline.first_periodic_step > 1:
         assert simulate(whole, machine).step_time_s >= step_time_bound(whole, machine) * (1 - 1e-9)
 
 

@@ -19,7 +19,7 @@ from zosim.lowering import lower, lower_all
 from zosim.planning.footprint import footprint
 from zosim.planning.sketch import Sketcher
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Weights
-from zosim.simulators.lockstep import steady_step_s
+from zosim.simulators.lockstep import periodic_step_s
 from zosim.simulators.world import World
 
 HALF = Weights(dtype="float16")
@@ -175,6 +175,6 @@ def test_ranks_are_sketched_with_their_exchanges(transfers: str) -> None:
     sketches = [sketcher.sketch(whole, rank, machines[rank]) for rank in range(4)]
     for rank, made in enumerate(sketches):
         assert made.footprint == footprint(programs.program_of(rank), profile)
-    simulated_s = steady_step_s(World.of(programs, machines))
+    simulated_s = periodic_step_s(World.of(programs, machines))
     longest_s = max(made.period_s for made in sketches)
     assert 0.5 * simulated_s < longest_s <= simulated_s * (1 + 1e-9)

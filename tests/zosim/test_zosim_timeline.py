@@ -37,7 +37,7 @@ def test_periods_are_differences_of_step_ends_and_the_first_holds_the_prologue()
     timeline = measured(*OVERLAPPING)
     assert [timeline.step_end_s(step) for step in range(3)] == [6.0, 9.0, 14.0]
     assert timeline.makespan_s == 14.0
-    assert timeline.steady_steps == (1, 2)
+    assert timeline.periodic_steps == (1, 2)
     assert timeline.step_time_s == 4.0
 
 

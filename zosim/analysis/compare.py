@@ -218,7 +218,7 @@ def compare(
     return Comparison(
         program=predicted.program,
         rank=rank,
-        num_steps=len(measured.steady_steps),
+        num_steps=len(measured.periodic_steps),
         predicted_step_s=predicted.step_time_s,
         measured_step_s=measured.step_time_s,
         predicted_bottleneck=bottleneck(paths[0]).description,
@@ -247,7 +247,7 @@ def slowest_rank(timeline: Timeline) -> int:
     TimelineError
         If the timeline has no step.
     """
-    last = timeline.steady_steps[-1:]
+    last = timeline.periodic_steps[-1:]
     ends: dict[int, float] = {}
     for span in timeline.spans:
         if span.part == "step" and span.step in last:
@@ -289,10 +289,10 @@ def _lines(
 def _medians(timeline: Timeline, rank: int, key: Key) -> dict[str, float]:
     """Return the median over steady steps of the seconds per step under each name."""
     by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for span in timeline.steady_spans(rank):
+    for span in timeline.periodic_spans(rank):
         by_step[key(span)][span.step] += span.duration_s
     return {
-        name: median(seconds.get(step, 0.0) for step in timeline.steady_steps)
+        name: median(seconds.get(step, 0.0) for step in timeline.periodic_steps)
         for name, seconds in by_step.items()
     }
 

@@ -185,7 +185,7 @@ Lookup = Callable[[Place], Span | None]
 def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) -> CriticalPath:
     """Follow the steady steps backwards for ever, as they repeat, until the walk closes."""
     graph = StepGraph(program, 2 * _ENDLESS)
-    lookup = _steady_lookup(timeline, repeat, rank)
+    lookup = _periodic_lookup(timeline, repeat, rank)
     start = _latest(_spans_by_place(timeline, graph, rank), timeline, rank, repeat.first_omitted_step - 1)
     walked: list[tuple[Place, Span, float]] = []
     seen: dict[tuple[str, int], int] = {}
@@ -207,13 +207,13 @@ def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) ->
 
 def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> CriticalPath:
     graph = StepGraph(program, timeline.num_steps)
-    steady = set(timeline.steady_steps)
+    periodic = set(timeline.periodic_steps)
     spans = _spans_by_place(timeline, graph, rank)
-    inside = {place: span for place, span in spans.items() if span.part == "step" and span.step in steady}
+    inside = {place: span for place, span in spans.items() if span.part == "step" and span.step in periodic}
     if not inside:
         message = f"timeline of {timeline.program} holds no step of rank {rank}"
         raise TimelineError(message, hint="simulate or run at least one step")
-    last_step = max(steady)
+    last_step = max(periodic)
     walked = list(_walk(inside.get, graph, _latest(spans, timeline, rank, last_step)))
     first: dict[str, int] = {}
     best, stretch = 0, (0, 0)
@@ -223,9 +223,9 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
         if distance > best:
             best, stretch = distance, (upper, number)
     if not best:
-        first_step = min(steady)
+        first_step = min(periodic)
         begin_s = timeline.step_end_s(first_step - 1) if first_step else timeline.begin_s
-        return CriticalPath(rank, _tiles(walked, begin_s, walked[0][1].end_s), len(steady))
+        return CriticalPath(rank, _tiles(walked, begin_s, walked[0][1].end_s), len(periodic))
     upper, lower = stretch
     return CriticalPath(
         rank, _tiles(walked[upper:lower], walked[lower][1].end_s, walked[upper][1].end_s), best
@@ -275,8 +275,8 @@ def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float
     return tuple(reversed(segments))
 
 
-def _steady_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
-    listed = {(span.step, span.instruction): span for span in timeline.steady_spans(rank)}
+def _periodic_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
+    listed = {(span.step, span.instruction): span for span in timeline.periodic_spans(rank)}
 
     def lookup(place: Place) -> Span | None:
         rounds, offset = divmod(place.position - 1 - repeat.first_step, repeat.num_steps)

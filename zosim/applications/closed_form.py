@@ -18,8 +18,8 @@ from zosim.hardware.machine import Machine
 from zosim.program import Program
 from zosim.program.instructions import Part
 from zosim.simulators.maxplus import MaxPlus
+from zosim.simulators.periodic import PeriodDetector
 from zosim.simulators.run_graph import Member, RunGraph
-from zosim.simulators.steady import SteadyDetector
 from zosim.simulators.world import World
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
@@ -61,7 +61,7 @@ def step_time_bound_of(world: World) -> float:
     if not any(template.program.step for template in world.templates):
         return 0.0
     recurrence = Recurrence(world, MAX_STEPS)
-    detector = SteadyDetector(depth=recurrence.graph.max_distance)
+    detector = PeriodDetector(depth=recurrence.graph.max_distance)
     ends = []
     recurrence.advance()
     for _ in range(MAX_STEPS):

@@ -52,7 +52,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
         message = f"cannot draw to {str(path)!r}: unknown format {file.suffix!r}"
         raise TimelineError(message, hint=f"use a name that ends with one of {', '.join(FORMATS)}")
     title = f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}"
-    step = timeline.steady_steps[0]
+    step = timeline.periodic_steps[0]
     begin_s = timeline.step_end_s(step - 1) if step else timeline.begin_s
     end_s = timeline.step_end_s(step)
     shown = [

@@ -27,7 +27,7 @@ from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
 from zosim.simulators import Simulator
 from zosim.simulators.fold import fold
-from zosim.simulators.lockstep import simulate_many, steady_step_s
+from zosim.simulators.lockstep import periodic_step_s, simulate_many
 from zosim.simulators.world import World
 from zosim.timeline import Timeline
 
@@ -236,16 +236,18 @@ class Subject:
         slower, faster = ASSUMED_MEMORY
         topology = self.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[bound])
         machines = self.machines if topology is self.topology else self._machines_of(topology)
-        return self._steady_step_s(World.of(self.programs, machines, bound))
+        return self._periodic_step_s(World.of(self.programs, machines, bound))
 
     @cached_property
     def step_time_s(self) -> float:
         """Seconds per step once steps repeat, that of the slowest rank."""
-        return self._steady_step_s(self.world)
+        return self._periodic_step_s(self.world)
 
-    def _steady_step_s(self, world: World) -> float:
+    def _periodic_step_s(self, world: World) -> float:
         # The reference engine gets every rank: folding is what it is to be held against.
-        return self._by_simpy(world).step_time_s if self.simulator == "simpy" else steady_step_s(fold(world))
+        return (
+            self._by_simpy(world).step_time_s if self.simulator == "simpy" else periodic_step_s(fold(world))
+        )
 
     def _by_simpy(self, world: World, num_steps: int | None = None) -> Timeline:
         from zosim.simulators.simulate import simulate_world

@@ -109,7 +109,7 @@ def _assembled(
     repeat = cycle and replace(cycle, num_rounds=num_omitted // cycle.num_steps)
     spans_by_rank = run.spans()
     # A flush instruction that waits for no step has run before steps became steady, and stays there.
-    steady_s = max(
+    periodic_s = max(
         (
             span.end_s
             for spans in spans_by_rank.values()
@@ -120,7 +120,7 @@ def _assembled(
     )
     listed, memory = [], []
     for rank, spans in spans_by_rank.items():
-        own = [_later(span, repeat, steady_s) for span in spans]
+        own = [_later(span, repeat, periodic_s) for span in spans]
         listed += own
         memory += memory_samples(world.program(rank), own, num_steps + num_omitted, world.numbers[rank])
     return Timeline(
@@ -129,17 +129,17 @@ def _assembled(
         num_steps=num_steps + num_omitted,
         spans=tuple(listed),
         memory=tuple(memory),
-        first_steady_step=repeat.first_step if repeat else 1,
+        first_periodic_step=repeat.first_step if repeat else 1,
         repeat=repeat,
     )
 
 
-def _later(span: Span, repeat: Repeat | None, steady_s: float) -> Span:
+def _later(span: Span, repeat: Repeat | None, periodic_s: float) -> Span:
     """Return a span where it belongs when the omitted steps are put in before it."""
     if repeat is None or repeat.num_rounds == 0:
         return span
     if span.part == "flush":
-        return span.shifted(repeat.omitted_s if span.start_s >= steady_s else 0.0, repeat.num_omitted_steps)
+        return span.shifted(repeat.omitted_s if span.start_s >= periodic_s else 0.0, repeat.num_omitted_steps)
     comes_after = span.part == "step" and span.step >= repeat.first_omitted_step
     return span.shifted(repeat.omitted_s, repeat.num_omitted_steps) if comes_after else span
 

@@ -20,8 +20,8 @@ from zosim.program.instructions import PARTS, Part, Stream
 from zosim.program.step_graph import Meeting, StepGraph
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
 from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
+from zosim.simulators.periodic import PeriodDetector, shortened_steps
 from zosim.simulators.sharing import SAME_INSTANT
-from zosim.simulators.steady import SteadyDetector, shortened_steps
 from zosim.simulators.world import ProcessGroup, World
 from zosim.timeline import Repeat, Span, Timeline
 
@@ -48,7 +48,7 @@ def simulate_many(
     return played(world, lambda steps: Lockstep(world, steps, listed), num_steps)
 
 
-def steady_step_s(world: World) -> float:
+def periodic_step_s(world: World) -> float:
     """Return the seconds per step once steps repeat, without listing anything.
 
     Raises
@@ -218,7 +218,7 @@ class Lockstep:
         self._is_watched = {name for kind in self._kinds for name in kind.graph.watchers}
         self._unfinished: dict[int, int] = {}
         self._depth = max(kind.graph.max_distance for kind in self._kinds)
-        self._detector = SteadyDetector(self._depth)
+        self._detector = PeriodDetector(self._depth)
         self._entered = 0
         self._num_others = 0
         self._others_until_s = 0.0

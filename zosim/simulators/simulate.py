@@ -9,7 +9,7 @@ What happens at one instant is independent of the order in which it is handled, 
 arrive at a first-in-first-out resource at the same instant are served by rank, then by stream in the order of
 :class:`~zosim.program.instructions.Stream`.
 
-Steps that have become periodic are not simulated again (:mod:`zosim.simulators.steady`): the time that a simulation takes grows
+Steps that have become periodic are not simulated again (:mod:`zosim.simulators.periodic`): the time that a simulation takes grows
 with the number of unlike steps.
 
 Examples
@@ -51,9 +51,9 @@ from zosim.program import Program
 from zosim.program.instructions import Stream
 from zosim.program.step_graph import Place
 from zosim.simulators.assembly import played
+from zosim.simulators.periodic import PeriodDetector, shortened_steps
 from zosim.simulators.run_graph import RunGraph
 from zosim.simulators.sharing import SAME_INSTANT, fill
-from zosim.simulators.steady import SteadyDetector, shortened_steps
 from zosim.simulators.world import World
 from zosim.timeline import Repeat, Span, Timeline
 
@@ -112,7 +112,7 @@ class _SimpyRun:
         self.ranks = [_SimulatedRank(self, rank) for rank in range(world.size)]
         # Steps that dependencies reach back: so many must be alike before all later ones are.
         self.depth = self.graph.max_distance
-        self.detector = SteadyDetector(self.depth)
+        self.detector = PeriodDetector(self.depth)
         self.cycle: Repeat | None = None
         self.shortened: int | None = None
         self._meetings: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}

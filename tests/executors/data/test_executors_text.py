@@ -51,17 +51,17 @@ def test_text_is_planned_for_its_longest_line_and_its_own_tokens_are_counted(mod
     assert Plan.load(plain / "plan.json").seq == 12
     # Steps 2 to 5 are steady: batches of lines (4, 5), (0, 1), (2, 3), (4, 5).
     tokens = [21, 21, 20, 21, 21, 20]
-    steady = sum(tokens[2:]) / 4
+    mean_tokens = sum(tokens[2:]) / 4
     rows = metrics_of(plain)
     assert [row["tokens_per_s"] * row["seconds"] for row in rows] == pytest.approx(tokens)
     timeline = Timeline.load(plain / "timeline.json")
-    assert timeline.tokens_per_step == steady
+    assert timeline.tokens_per_step == mean_tokens
     finished = json.loads((plain / "run.json").read_text())["finished"]
-    assert finished["tokens_per_step"] == steady
-    assert finished["tokens_per_s"] == pytest.approx(steady / finished["step_time_s"])
+    assert finished["tokens_per_step"] == mean_tokens
+    assert finished["tokens_per_s"] == pytest.approx(mean_tokens / finished["step_time_s"])
     assert f"{20 / rows[-1]['seconds']:,.0f} tokens/s" in output
     found = [compare(out) for out in (plain, named)]
-    assert (found[0].planned_tokens, found[0].measured_tokens) == (24, steady)
+    assert (found[0].planned_tokens, found[0].measured_tokens) == (24, mean_tokens)
     assert found[0].predicted_step_s == found[1].predicted_step_s
     assert found[0].memory == found[1].memory
     device = found[0].memory[0]

@@ -189,6 +189,6 @@ def test_divergence_is_told_by_levels_and_not_by_single_batches():
     ]
     assert early.last_good(5) == 0
     # Losses that are no numbers were found at the weights after the last step: it is what ruined them.
-    steady = DivergenceWatch()
-    assert not any(steady.diverges(i + 1, 3.0) for i in range(4))
-    assert (steady.last_good(4), DivergenceWatch().last_good(0)) == (3, 0)
+    mean_tokens = DivergenceWatch()
+    assert not any(mean_tokens.diverges(i + 1, 3.0) for i in range(4))
+    assert (mean_tokens.last_good(4), DivergenceWatch().last_good(0)) == (3, 0)

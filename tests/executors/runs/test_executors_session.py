@@ -118,7 +118,7 @@ def test_spans_bear_the_names_of_their_instructions():
         )
     assert {span.stream for span in timeline.spans} == {Stream.COMPUTE, Stream.H2D, Stream.D2H}
     assert timeline.step_time_s > 0
-    assert timeline.first_steady_step == 2
+    assert timeline.first_periodic_step == 2
     for before, after in zip(session.program.step, session.program.step[1:], strict=False):
         if before.stream == after.stream:
             spans = {s.instruction: s for s in timeline.spans if s.step == 3 and s.part == "step"}

@@ -91,7 +91,7 @@ class MeasuredRun(FrozenModel):
     ----------
     step_time_s : float
         Median of the steady steps.
-    num_steady_steps : int
+    num_periodic_steps : int
     device_bytes, host_bytes : int
         Peaks of the first rank.
     tokens_per_s : float, optional
@@ -99,7 +99,7 @@ class MeasuredRun(FrozenModel):
     """
 
     step_time_s: float = Field(gt=0)
-    num_steady_steps: int = Field(gt=0)
+    num_periodic_steps: int = Field(gt=0)
     device_bytes: int = Field(ge=0)
     host_bytes: int = Field(ge=0)
     tokens_per_s: float | None = None
@@ -112,7 +112,7 @@ class MeasuredRun(FrozenModel):
         return cls(
             step_time_s=timeline.step_time_s,
             tokens_per_s=None if tokens is None else tokens / timeline.step_time_s,
-            num_steady_steps=len(timeline.steady_steps),
+            num_periodic_steps=len(timeline.periodic_steps),
             device_bytes=timeline.peak_memory(Space.DEVICE, rank).size_bytes,
             host_bytes=timeline.peak_memory(Space.HOST, rank).size_bytes,
         )

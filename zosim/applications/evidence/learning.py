@@ -127,7 +127,7 @@ def _grouped(
     """Return the steady spans by what they do: a name, and for each its seconds and whether it ran alone."""
     groups: dict[_CopyType, tuple[str, list[tuple[float, bool]]]] = {}
     num_ranks = program_set.world_size
-    spans = [span for rank in timeline.ranks for span in timeline.steady_spans(rank)]
+    spans = [span for rank in timeline.ranks for span in timeline.periodic_spans(rank)]
     programs = {rank: program_set.program_of(rank) for rank in timeline.ranks}
     by_id = {rank: {item.id: item for item in program.step} for rank, program in programs.items()}
     for span, is_alone in _with_company(spans, is_cpu=profile.device_type == "cpu"):

@@ -6,7 +6,7 @@ Examples
 --------
 One instruction that takes 2 s in the first step and 3 s in all later ones, by start and end of each:
 
->>> detector = SteadyDetector()
+>>> detector = PeriodDetector()
 >>> [detector.completed(np.array(times)) for times in ([0.0, 2.0], [2.0, 5.0], [5.0, 8.0])]
 [None, None, Repeat(first_step=2, num_steps=1, num_rounds=0, period_s=3.0)]
 """
@@ -26,7 +26,7 @@ TOLERANCE = 1e-12
 MAX_CYCLE = 4
 
 
-class SteadyDetector:
+class PeriodDetector:
     """Looks for a cycle in the times of completed steps.
 
     Notes
