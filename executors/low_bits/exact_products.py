@@ -57,12 +57,12 @@ def sums_in_float32(inputs: Tensor, weights: Tensor) -> Tensor:
     cache.
     """
     (num_rows, width), outputs = inputs.shape, len(weights)
-    stretches = [slice(begin, begin + EXACT_TERMS) for begin in range(0, width, EXACT_TERMS)]
+    terms = [slice(begin, begin + EXACT_TERMS) for begin in range(0, width, EXACT_TERMS)]
     tiles = [slice(begin, begin + FLOAT_TILE_COLUMNS) for begin in range(0, outputs, FLOAT_TILE_COLUMNS)]
-    is_short = len(stretches) == 1
+    is_short = len(terms) == 1
     kind = torch.float32 if is_short else torch.int32
     sums = torch.zeros((num_rows, outputs), dtype=kind, device=inputs.device)
-    for stretch in stretches:
+    for stretch in terms:
         numbers = inputs[:, stretch].float()
         for tile in tiles:
             factors = weights[tile, stretch].float().T

@@ -20,7 +20,7 @@ HOMES = (
     "zosim/plans/",  # what a value is
     "zosim/lowering/",  # what it does to a step
     "zosim/planning/space.py",  # which values are tried
-    "zosim/planning/sketch.py",  # the closed form of a step, whose copies overlap or do not
+    "zosim/planning/block_bound.py",  # the closed form of a step, whose copies overlap or do not
     "zosim/planning/resolve.py",  # a config laid over a plan
     "zosim/planning/split_options.py",  # what a config asks of split points
     "executors/runs/planning.py",  # what a run fixes of a config before the planner is asked

@@ -216,17 +216,17 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
     last_step = max(periodic)
     walked = list(_walk(inside.get, graph, _latest(spans, timeline, rank, last_step)))
     first: dict[str, int] = {}
-    best, stretch = 0, (0, 0)
+    best, best_run = 0, (0, 0)
     for number, (place, _, _) in enumerate(walked):
         upper = first.setdefault(place.instruction, number)
         distance = walked[upper][0].position - place.position
         if distance > best:
-            best, stretch = distance, (upper, number)
+            best, best_run = distance, (upper, number)
     if not best:
         first_step = min(periodic)
         begin_s = timeline.step_end_s(first_step - 1) if first_step else timeline.begin_s
         return CriticalPath(rank, _tiles(walked, begin_s, walked[0][1].end_s), len(periodic))
-    upper, lower = stretch
+    upper, lower = best_run
     return CriticalPath(
         rank, _tiles(walked[upper:lower], walked[lower][1].end_s, walked[upper][1].end_s), best
     )

@@ -30,9 +30,9 @@ from topology.units import format_bytes
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
+from zosim.planning.block_bound import BlockBound, BlockBounder
 from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
-from zosim.planning.sketch import Sketch, Sketcher
 from zosim.plans import Mesh, Placement, Plan
 from zosim.points import BASE
 
@@ -83,7 +83,7 @@ class Bounds:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._sketcher = Sketcher(request.config.spec)
+        self._bounder = BlockBounder(request.config.spec)
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
         self._sites: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = KnownPaths()
@@ -97,23 +97,23 @@ class Bounds:
             self._sites[key] = self._rank_classes(plan)
         site = self._sites[key]
         machines = self._machines(plan)
-        sketches = [self._sketcher.sketch(plan, rank, machines[rank]) for rank in site.ranks]
-        of_type = [sketch.footprint for sketch in sketches]
+        block_bounds = [self._bounder.bound(plan, rank, machines[rank]) for rank in site.ranks]
+        of_type = [bound.footprint for bound in block_bounds]
         hosts = [
             HostFootprint.of(host, [rank for rank, _ in members], [of_type[kind] for _, kind in members])
             for host, members in site.hosts.items()
         ]
         taken = Footprints(tuple(of_type), tuple(hosts))
         # The slowest rank holds up all others.
-        longest = max(sketches, key=lambda sketch: sketch.period_s)
+        longest = max(block_bounds, key=lambda bound: bound.period_s)
         lacks = list(self._missing(plan, site, taken))
         return Bound(
             max(
                 longest.period_s,
-                self._sketcher.pipeline_s(plan, plan.mesh.pipelines[0], machines)
+                self._bounder.pipeline_s(plan, plan.mesh.pipelines[0], machines)
                 if plan.num_stages > 1
                 else 0.0,
-                self._shared_s(plan, site, sketches),
+                self._shared_s(plan, site, block_bounds),
             ),
             longest.num_instructions,
             taken,
@@ -156,7 +156,7 @@ class Bounds:
             alike.setdefault(built, host)
         return _RankClasses(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
 
-    def _shared_s(self, plan: Plan, site: _RankClasses, sketches: Sequence[Sketch]) -> float:
+    def _shared_s(self, plan: Plan, site: _RankClasses, block_bounds: Sequence[BlockBound]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""
         machines = self._machines(plan)
         # A shared link is busy for the sum of what its ranks take of it, however they are ordered.
@@ -164,7 +164,7 @@ class Bounds:
         for members in site.hosts.values():
             busy_s: dict[str, float] = defaultdict(float)
             for rank, kind in members:
-                amounts, capacities = sketches[kind].loads, machines[rank].capacities
+                amounts, capacities = block_bounds[kind].loads, machines[rank].capacities
                 for amount, (name, capacity) in zip(amounts, capacities.items(), strict=True):
                     busy_s[name] += amount / capacity
             fullest_s = max(fullest_s, *busy_s.values())

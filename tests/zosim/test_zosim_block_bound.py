@@ -16,8 +16,8 @@ from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower, lower_all
+from zosim.planning.block_bound import BlockBounder
 from zosim.planning.footprint import footprint
-from zosim.planning.sketch import Sketcher
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Weights
 from zosim.simulators.lockstep import periodic_step_s
 from zosim.simulators.world import World
@@ -80,7 +80,7 @@ def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
     machine: Machine, name: str, point: dict[str, Any]
 ) -> None:
     whole = plan(read_model_spec(name), **point)
-    made, program = Sketcher(whole.model).sketch(whole, 0, machine), lower(whole)
+    made, program = BlockBounder(whole.model).bound(whole, 0, machine), lower(whole)
     closed_s = step_time_bound(program, machine)
     # Equal but for the dependencies between distant visits that a sketch leaves out: draws and copies ahead of their turn.
     share = (
@@ -103,7 +103,7 @@ def test_it_holds_for_other_estimators(machine: Machine, queries: int, differenc
         schedule=Schedule(update="delayed"),
         estimator=estimator,
     )
-    made = Sketcher(whole.model).sketch(whole, 0, machine)
+    made = BlockBounder(whole.model).bound(whole, 0, machine)
     assert made.period_s == pytest.approx(step_time_bound(lower(whole), machine), rel=1e-9)
 
 
@@ -117,7 +117,7 @@ def test_blocks_that_are_unlike_are_written_out(machine: Machine) -> None:
     )
     unlike = ModelSpec(**{**dict(model), "param_groups": frozen})
     whole = plan(unlike, Residency(blocks="offloaded"), schedule=Schedule(update="delayed"))
-    made, program = Sketcher(unlike).sketch(whole, 0, machine), lower(whole)
+    made, program = BlockBounder(unlike).bound(whole, 0, machine), lower(whole)
     assert made.num_instructions == len(program.step)
     assert made.period_s == pytest.approx(step_time_bound(program, machine), rel=1e-9)
 
@@ -148,7 +148,7 @@ def test_blocks_of_other_windows_or_without_experts_are_unlike(
     }
     model = spec_of_config({**sizes, **config}, name="mixed")
     whole = plan(model, Residency(blocks="offloaded"), schedule=Schedule(update="delayed"))
-    made, program = Sketcher(model).sketch(whole, 0, machine), lower(whole)
+    made, program = BlockBounder(model).bound(whole, 0, machine), lower(whole)
     blocks = {
         item.work.flops for item in program.step if item.id.startswith("block") and "/forward" in item.id
     }
@@ -171,10 +171,10 @@ def test_ranks_are_sketched_with_their_exchanges(transfers: str) -> None:
     )
     profile = profile_for(topology, "gpu0")
     machines = machines_for(topology, devices, profile, whole.process_groups)
-    sketcher, programs = Sketcher(whole.model), lower_all(whole)
-    sketches = [sketcher.sketch(whole, rank, machines[rank]) for rank in range(4)]
-    for rank, made in enumerate(sketches):
+    bounder, programs = BlockBounder(whole.model), lower_all(whole)
+    block_bounds = [bounder.bound(whole, rank, machines[rank]) for rank in range(4)]
+    for rank, made in enumerate(block_bounds):
         assert made.footprint == footprint(programs.program_of(rank), profile)
     simulated_s = periodic_step_s(World.of(programs, machines))
-    longest_s = max(made.period_s for made in sketches)
+    longest_s = max(made.period_s for made in block_bounds)
     assert 0.5 * simulated_s < longest_s <= simulated_s * (1 + 1e-9)

@@ -21,9 +21,9 @@ A sketch of the twelve blocks of OPT-125M is made of the instructions of two. Wi
 ...     datasheet_profile(topology, "gpu0"),
 ... )
 >>> plan = Plan(model=model, batch=1, seq=128, placement=place, residency=Residency(blocks="offloaded"))
->>> sketch = Sketcher(model).sketch(plan, 0, Machine.from_topology(topology, "gpu0", profile))
+>>> bound = BlockBounder(model).bound(plan, 0, Machine.from_topology(topology, "gpu0", profile))
 >>> subject = Subject(plan, topology, profile)
->>> round(sketch.period_s / subject.step_time_s, 9), sketch.footprint == subject.footprint
+>>> round(bound.period_s / subject.step_time_s, 9), bound.footprint == subject.footprint
 (1.0, True)
 """
 
@@ -52,7 +52,7 @@ _STAGING_ROLES = ("staging buffers", "transfer buffers")
 
 
 @dataclass(frozen=True)
-class Sketch:
+class BlockBound:
     """One rank of a plan.
 
     Attributes
@@ -72,7 +72,7 @@ class Sketch:
     num_instructions: int
 
 
-class Sketcher:
+class BlockBounder:
     """Makes sketches of plans for one model, the same only once.
 
     What a rank does depends on how many points and sequences it forwards, not on which, and its time on its machine's
@@ -83,8 +83,8 @@ class Sketcher:
         # Blocks that are unlike each other are written out.
         self._small = shortest(model)
         self._is_long = self._small is not model
-        self._sketches: dict[Hashable, Sketch] = {}
-        self._outlines: dict[Hashable, _Outline] = {}
+        self._known_bounds: dict[Hashable, BlockBound] = {}
+        self._two_blocks: dict[Hashable, _TwoBlocks] = {}
         self._prices: dict[Hashable, _Prices] = {}
         self._buffers: dict[Hashable, tuple[Buffer, ...]] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
@@ -95,45 +95,45 @@ class Sketcher:
             return 0.0
         return period_s([self._stage(plan, rank, machines[rank]) for rank in ranks])
 
-    def sketch(self, plan: Plan, rank: int, machine: Machine) -> Sketch:
+    def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         part, num_staging_buffers = _part(plan, rank), plan.residency.num_staging_buffers
         # Ranks that do the same on machines alike but for names have one sketch.
         key = part, num_staging_buffers, machine.shape
-        if key not in self._sketches:
+        if key not in self._known_bounds:
             if (part, num_staging_buffers) not in self._buffers:
                 self._buffers[part, num_staging_buffers] = StepWriter(plan, rank).buffers()
             stage = self._stage(plan, rank, machine)
-            outline, loads = self._outlines[part], self._prices[part, machine.shape].loads
+            two_blocks, loads = self._two_blocks[part], self._prices[part, machine.shape].loads
             memory = footprint_of(
-                self._buffers[part, num_staging_buffers], outline.workspace_bytes, machine.profile
+                self._buffers[part, num_staging_buffers], two_blocks.workspace_bytes, machine.profile
             )
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
-            self._sketches[key] = Sketch(period, loads, memory, outline.num_instructions)
-        return self._sketches[key]
+            self._known_bounds[key] = BlockBound(period, loads, memory, two_blocks.num_instructions)
+        return self._known_bounds[key]
 
     def _stage(self, plan: Plan, rank: int, machine: Machine) -> StageStep:
         """Return who waits for whom in a step of a rank and what its instructions take; of these the number of staging buffers changes the first alone."""
         part = _part(plan, rank)
-        if part not in self._outlines:
+        if part not in self._two_blocks:
             # Not connected: executions know their order, and only conflicts within one are looked for.
             small, standing = self._shortened(plan, rank)
-            self._outlines[part] = _Outline(unordered(small, rank), standing)
-        outline, key = self._outlines[part], (part, machine.shape)
+            self._two_blocks[part] = _TwoBlocks(unordered(small, rank), standing)
+        two_blocks, key = self._two_blocks[part], (part, machine.shape)
         if key not in self._prices:
             # Every resource has a place, so that loads of machines alike can be added by position.
             loads = dict.fromkeys(machine.capacities, 0.0)
             seconds = []
-            for execution in outline.executions:
+            for execution in two_blocks.executions:
                 activities = [
-                    self._activity(item, outline.program, machine) for item in execution.instructions
+                    self._activity(item, two_blocks.program, machine) for item in execution.instructions
                 ]
                 seconds.append([activity.seconds for activity in activities])
                 for name, amount in chain.from_iterable(activity.loads() for activity in activities):
                     loads[name] += amount * execution.count
             self._prices[key] = _Prices(seconds, tuple(loads.values()))
         return StageStep(
-            outline.graph(plan.residency.num_staging_buffers), self._prices[key].seconds, machine.step_s()
+            two_blocks.graph(plan.residency.num_staging_buffers), self._prices[key].seconds, machine.step_s()
         )
 
     def _activity(self, instruction: Instruction, program: Program, machine: Machine) -> Activity:
@@ -189,7 +189,7 @@ class _Prices:
     loads: tuple[float, ...]
 
 
-class _Outline:
+class _TwoBlocks:
     """What a rank of a plan with few blocks does in a step, on whatever machine.
 
     Parameters
