@@ -52,7 +52,7 @@ class ThreadedRanks:
 
     def __init__(self, plan: Plan) -> None:
         self.process_groups = {"world": (tuple(range(plan.placement.world_size)),), **plan.process_groups}
-        self.meetings = {
+        self.exchanges = {
             (kind, name, part): _Rendezvous(len(part))
             for kind in ("program", "host loop")
             for name, parts in self.process_groups.items()
@@ -79,8 +79,8 @@ class ThreadedRanks:
     def close(self) -> None:
         """Let nobody wait any longer."""
         self._closed = True
-        for meeting in self.meetings.values():
-            meeting.barrier.abort()
+        for rendezvous in self.exchanges.values():
+            rendezvous.barrier.abort()
 
 
 class _Unwatched:
@@ -161,8 +161,8 @@ class InProcess:
             raise RunError("ranks do not begin alike")
 
     def _exchanged(self, kind: str, group: str, own: Any) -> list[Any]:
-        meeting = self._threaded.meetings[kind, group, self.members(group)]
-        return meeting.exchange(self.position(group), own)
+        rendezvous = self._threaded.exchanges[kind, group, self.members(group)]
+        return rendezvous.exchange(self.position(group), own)
 
 
 def on_all_ranks(plan: Plan, work: Callable[[int, Communicator], Result]) -> Sequence[Result]:

@@ -57,10 +57,10 @@ class _Model:
             if item.stream in before:
                 needed.append(self._done[rank, before[item.stream]])
             before[item.stream] = item.id
-            meeting = graph.meeting(Place(1, item.id))
+            rendezvous = graph.rendezvous(Place(1, item.id))
             arrivals = None
-            if meeting is not None:
-                arrivals = self._came[meeting, self._world.process_groups[meeting[0]].part_of[rank]]
+            if rendezvous is not None:
+                arrivals = self._came[rendezvous, self._world.process_groups[rendezvous[0]].part_of[rank]]
                 arrivals.append(self.env.event())
             activity = template.activities["step", item.id]
             host_s = template.step_s if graph.opens_step(Place(1, item.id)) else 0.0

@@ -270,8 +270,8 @@ def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float
             start_s = until_s
         add(start_s, span, span.label, span.limiter)
         # What meets other ranks waits for them; anything else for the host.
-        meets = span.stream in (Stream.LINK, Stream.RECV)
-        add(until_s, span, DISPATCH if math.isfinite(before_s) and not meets else WAIT, "")
+        waits_for_peers = span.stream in (Stream.LINK, Stream.RECV)
+        add(until_s, span, DISPATCH if math.isfinite(before_s) and not waits_for_peers else WAIT, "")
     return tuple(reversed(segments))
 
 

@@ -96,7 +96,7 @@ class Listed:
     after_peers: tuple[tuple[str, int], ...] = ()
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where an instruction meets those of other ranks, which start and end with it.
 
     Attributes
@@ -377,11 +377,11 @@ class StepGraph:
                 count[source] += 1
         awaited = {source for position, edges in self._flush_edges.items() if position for source, _ in edges}
         awaited |= {self.number["step"][name] for name in self.watchers if name in self.number["step"]}
-        meeting = set(self.meetings["step"].values())
-        awaited |= meeting | {self.host}
+        rendezvous = set(self.rendezvous_numbers["step"].values())
+        awaited |= rendezvous | {self.host}
         links = {}
         for number, edges in enumerate(before[: self.host]):
-            is_plain = number not in meeting and not peers[number] and is_fixed[number]
+            is_plain = number not in rendezvous and not peers[number] and is_fixed[number]
             if len(edges) == 1 and is_plain:
                 distance, source = edges[0]
                 if distance == 0 and count[source] == 1 and source not in awaited and is_fixed[source]:
@@ -502,27 +502,29 @@ class StepGraph:
         return {instruction: list(listed) for instruction, listed in watchers.items()}
 
     @cached_property
-    def meeting_of(self) -> dict[Part, list[Meeting | None]]:
+    def rendezvous_of(self) -> dict[Part, list[Rendezvous | None]]:
         """Per part, where each node meets those of other ranks; the host's meets nobody."""
-        meetings: dict[Part, list[Meeting | None]] = {part: [] for part in PARTS}
+        rendezvous_numbers: dict[Part, list[Rendezvous | None]] = {part: [] for part in PARTS}
         for part in PARTS:
             counts: dict[Channel, int] = defaultdict(int)
             for item in getattr(self.program, part):
                 channel = channel_of(item)
                 if channel is None:
-                    meetings[part].append(None)
+                    rendezvous_numbers[part].append(None)
                     continue
-                meetings[part].append(Meeting(channel.group, channel.offset, counts[channel], channel.sends))
+                rendezvous_numbers[part].append(
+                    Rendezvous(channel.group, channel.offset, counts[channel], channel.sends)
+                )
                 counts[channel] += 1
-        meetings["step"].append(None)
-        return meetings
+        rendezvous_numbers["step"].append(None)
+        return rendezvous_numbers
 
     @cached_property
-    def meetings(self) -> dict[Part, dict[Meeting, int]]:
+    def rendezvous_numbers(self) -> dict[Part, dict[Rendezvous, int]]:
         """Per part, the instruction of each collective or message."""
         return {
-            part: {meeting: number for number, meeting in enumerate(met) if meeting is not None}
-            for part, met in self.meeting_of.items()
+            part: {rendezvous: number for number, rendezvous in enumerate(met) if rendezvous is not None}
+            for part, met in self.rendezvous_of.items()
         }
 
     # -- by name -----------------------------------------------------------------------------------------------
@@ -536,9 +538,9 @@ class StepGraph:
         """Return the instruction at a place."""
         return self.instructions(place.position)[self._number_of(place)]
 
-    def meeting(self, place: Place) -> Meeting | None:
+    def rendezvous(self, place: Place) -> Rendezvous | None:
         """Return where an instruction meets those of other ranks, None if it is neither collective nor message."""
-        return self.meeting_of[self.part(place.position)][self._number_of(place)]
+        return self.rendezvous_of[self.part(place.position)][self._number_of(place)]
 
     def opens_step(self, place: Place) -> bool:
         """Whether a place is the first computation of a step, which the host prepares."""

@@ -19,9 +19,9 @@ from topology.errors import Hazard, ProgramError
 from zosim.program import Program
 from zosim.program.contents import Contents, name_and_state, parameters_of
 from zosim.program.instructions import Access, Instruction
-from zosim.program.meeting import Joint, Pair, Side, Touch, pairs
 from zosim.program.operations import Recv, Send
 from zosim.program.program_set import ProgramSet
+from zosim.program.rendezvous import Joint, Pair, Side, Touch, pairs
 from zosim.program.step_graph import Channel, channel_of
 from zosim.program.validate import name_of, same_contents, validate
 
@@ -95,11 +95,11 @@ def _versions(program: Program) -> dict[Contents, tuple[Contents, int | None]]:
 def _refuse_unlike_messages(sender: Side, receiver: Side, pair: Pair, *, flipped: bool) -> None:
     """Raise unless all that `sender` sends to `receiver` is received as it is sent."""
     source, target = reversed(pair.ranks) if flipped else pair.ranks
-    channels = {*sender.meetings, *(channel.other_side for channel in receiver.meetings)}
+    channels = {*sender.exchanges, *(channel.other_side for channel in receiver.exchanges)}
     for channel in sorted(channel for channel in channels if channel.sends):
-        if not pair.meets(1 if flipped else 0, channel):
+        if not pair.is_shared_by(1 if flipped else 0, channel):
             continue
-        sent, received = sender.meetings.get(channel, []), receiver.meetings.get(channel.other_side, [])
+        sent, received = sender.exchanges.get(channel, []), receiver.exchanges.get(channel.other_side, [])
         for one, other in zip(sent, received, strict=False):
             if _message(one.instruction.reads) != _message(other.instruction.writes):
                 raise Hazard(
@@ -123,7 +123,7 @@ def _describe(accesses: Sequence[Access]) -> str:
 
 
 def _refuse_unlike_collectives(first: Side, second: Side, group: str, pair: Pair) -> None:
-    mine, others = first.meetings.get(Channel(group), []), second.meetings.get(Channel(group), [])
+    mine, others = first.exchanges.get(Channel(group), []), second.exchanges.get(Channel(group), [])
     for one, other in zip(mine, others, strict=False):
         if _signature(one.instruction) != _signature(other.instruction):
             raise Hazard(

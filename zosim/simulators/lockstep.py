@@ -17,7 +17,7 @@ import numpy as np
 
 from topology.errors import ProgramError
 from zosim.program.instructions import PARTS, Part, Stream
-from zosim.program.step_graph import Meeting, StepGraph
+from zosim.program.step_graph import Rendezvous, StepGraph
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
 from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
 from zosim.simulators.periodic import PeriodDetector, shortened_steps
@@ -130,7 +130,7 @@ class Kind:
         return len(self.ranks)
 
 
-class Parties:
+class Participants:
     """Who meets in a group's collectives, or in messages of one offset, over the ranks in the engine's order.
 
     Attributes
@@ -162,8 +162,8 @@ class Peers:
     """A group as arrays over the ranks in the engine's order."""
 
     def __init__(self, group: ProcessGroup, ranks: Ints) -> None:
-        all_meet = Parties(group, 0, ranks)
-        self.part, self.sizes = all_meet.of[False], all_meet.sizes
+        everybody = Participants(group, 0, ranks)
+        self.part, self.sizes = everybody.of[False], everybody.sizes
         self.is_doubled = np.array([rank in group.doubled for rank in ranks], dtype=bool)
         # How many finish before a rank may go on, its own included or not.
         self.awaited = self.sizes[self.part] - ~self.is_doubled
@@ -211,7 +211,7 @@ class Lockstep:
         self._listed = set(listed)
         self._batches: list[_Batch] = []
         self._ready: list[tuple[Kind, int, int, Ints]] = []
-        self._parties: dict[tuple[str, int], Parties] = {}
+        self._participants: dict[tuple[str, int], Participants] = {}
         self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
         # Hardly any instruction is waited for by peers, so the others need not look for watchers.
@@ -246,11 +246,11 @@ class Lockstep:
             # Ends that differ by rounding alone are one instant.
             rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
             for (kind, position, number), cols in self._grouped(rows):
-                meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
-                if meeting is None:
+                rendezvous = kind.graph.rendezvous_of[kind.graph.part(position)][number]
+                if rendezvous is None:
                     self._end(kind, position, number, cols, now_s)
                 else:  # wait for the others' flows
-                    for other, there, who in self._meet(kind, position, meeting, cols, "end"):
+                    for other, there, who in self._arrive(kind, position, rendezvous, cols, "end"):
                         self._end(other, position, there, who, now_s)
         if self.shortened is None and any(self._unfinished.values()):
             # The other engine words what goes in a circle.
@@ -293,11 +293,11 @@ class Lockstep:
         while self._ready:
             ready, self._ready = self._ready, []
             for kind, position, number, cols in ready:
-                meeting = kind.graph.meeting_of[kind.graph.part(position)][number]
-                if meeting is None:
+                rendezvous = kind.graph.rendezvous_of[kind.graph.part(position)][number]
+                if rendezvous is None:
                     self._start(kind, position, number, cols, now_s)
                 else:
-                    for other, there, who in self._meet(kind, position, meeting, cols, "start"):
+                    for other, there, who in self._arrive(kind, position, rendezvous, cols, "start"):
                         self._start(other, position, there, who, now_s)
 
     def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
@@ -320,31 +320,31 @@ class Lockstep:
             self._num_others += len(cols)
             self._others_until_s = math.inf
 
-    def _meet(
-        self, kind: Kind, position: int, meeting: Meeting, cols: Ints, phase: str
+    def _arrive(
+        self, kind: Kind, position: int, rendezvous: Rendezvous, cols: Ints, phase: str
     ) -> Iterator[tuple[Kind, int, Ints]]:
         """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
-        channel = meeting.group, meeting.offset
-        if channel not in self._parties:
-            self._parties[channel] = Parties(
-                self.world.process_groups[meeting.group], meeting.offset, self._order
+        channel = rendezvous.group, rendezvous.offset
+        if channel not in self._participants:
+            self._participants[channel] = Participants(
+                self.world.process_groups[rendezvous.group], rendezvous.offset, self._order
             )
-        parties, key = self._parties[channel], (meeting.shared, position, phase)
+        participants, key = self._participants[channel], (rendezvous.shared, position, phase)
         if key not in self._met:
-            self._met[key] = np.zeros(len(parties.sizes), dtype=np.intp)
+            self._met[key] = np.zeros(len(participants.sizes), dtype=np.intp)
         # Ranks of a party may come at several instants and from several kinds.
         there = self._met[key]
-        arrived = np.bincount(parties.of[meeting.sends][kind.first + cols], minlength=len(there))
-        complete = (there + arrived == parties.sizes) & (arrived > 0)
+        arrived = np.bincount(participants.of[rendezvous.sends][kind.first + cols], minlength=len(there))
+        complete = (there + arrived == participants.sizes) & (arrived > 0)
         there += arrived
         if not complete.any():
             return
         part = kind.graph.part(position)
         for other in self._kinds:
-            for sends, party in parties.of.items():
-                own = other.graph.meetings[part].get(meeting._replace(sends=sends))
+            for sends, indices in participants.of.items():
+                own = other.graph.rendezvous_numbers[part].get(rendezvous._replace(sends=sends))
                 if own is not None:
-                    who = np.flatnonzero(complete[party[other.first : other.first + len(other)]])
+                    who = np.flatnonzero(complete[indices[other.first : other.first + len(other)]])
                     if who.size:
                         yield other, own, who
 

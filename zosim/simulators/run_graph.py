@@ -84,8 +84,8 @@ class RunGraph:
         for rank, graph in enumerate(self.graphs):
             num_nodes = len(graph.ids[part]) + (part == "step" and graph.host_opens)
             for number in range(num_nodes):
-                meeting = graph.meeting_of[part][number]
-                key = (rank, number) if meeting is None else self.world.party(rank, meeting)[1]
+                rendezvous = graph.rendezvous_of[part][number]
+                key = (rank, number) if rendezvous is None else self.world.participants(rank, rendezvous)[1]
                 together.setdefault(key, []).append((rank, number))
         return [tuple(members) for members in together.values()]
 
@@ -126,11 +126,11 @@ class RunGraph:
             for peer in self._peers_with(rank, group, there) if group else (rank,):
                 yield peer, there
 
-    def party(self, rank: int, place: Place) -> tuple[tuple[int, ...], Hashable]:
+    def participants(self, rank: int, place: Place) -> tuple[tuple[int, ...], Hashable]:
         """Return who meets at an instruction, and what tells this meeting from others at its position."""
-        meeting = self.graphs[rank].meeting(place)
-        assert meeting is not None
-        return self.world.party(rank, meeting)
+        rendezvous = self.graphs[rank].rendezvous(place)
+        assert rendezvous is not None
+        return self.world.participants(rank, rendezvous)
 
     def name(self, rank: int, place: Place) -> str:
         """Return how an instruction is called in messages."""

@@ -115,7 +115,7 @@ class _SimpyRun:
         self.detector = PeriodDetector(self.depth)
         self.cycle: Repeat | None = None
         self.shortened: int | None = None
-        self._meetings: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
+        self._rendezvous: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
 
     def go(self) -> None:
         """Run to the end, or until the rest is known; refuse instructions that wait for each other in a circle."""
@@ -127,21 +127,21 @@ class _SimpyRun:
         if self.shortened is None:
             _refuse_deadlock(self)
 
-    def meet(self, rank: int, place: Place, phase: str) -> simpy.Event:
+    def await_peers(self, rank: int, place: Place, phase: str) -> simpy.Event:
         """Return the event of all who meet at `place` having come as far as `rank` now has."""
-        party, key = self.graph.party(rank, place)
-        event, there = self._meetings.setdefault((key, place.position, phase), (self.env.event(), []))
+        participants, key = self.graph.participants(rank, place)
+        event, there = self._rendezvous.setdefault((key, place.position, phase), (self.env.event(), []))
         there.append(rank)
         # The last to come lets all go on.
-        if len(there) == len(party):
+        if len(there) == len(participants):
             event.succeed()
         return event
 
     def missing(self, rank: int, place: Place) -> list[int]:
         """Return those who have not come to the start of a collective or message, where `rank` has."""
-        party, key = self.graph.party(rank, place)
-        there = self._meetings.get((key, place.position, "start"), (None, []))[1]
-        return [other for other in party if other not in there] if rank in there else []
+        participants, key = self.graph.participants(rank, place)
+        there = self._rendezvous.get((key, place.position, "start"), (None, []))[1]
+        return [other for other in participants if other not in there] if rank in there else []
 
     def step_completed(self, step: int) -> None:
         """Look whether the run has become periodic, whenever all ranks have completed another step."""
@@ -196,17 +196,17 @@ class _SimulatedRank:
             for rank, needed in self.awaited(place):
                 if needed not in rank.done:
                     yield rank.finished(needed)
-            meets = graph.meeting(place) is not None
-            if meets:
-                yield self.run.meet(self.index, place, "start")
+            has_peers = graph.rendezvous(place) is not None
+            if has_peers:
+                yield self.run.await_peers(self.index, place, "start")
             del self.waiting[stream]
             start_s = env.now
             activity = self._activities[graph.part(place.position), place.instruction]
             # Prologue and flush take resources, too: while they run, no step tells what later ones do.
             self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
-            if meets:
-                yield self.run.meet(self.index, place, "end")
+            if has_peers:
+                yield self.run.await_peers(self.index, place, "end")
             self._count_other(place, -1)
             self._finish(place, start_s, activity)
 
@@ -299,16 +299,16 @@ def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_S
     needed = [(rank, before) for before in rank.graph.predecessors(place)] + list(rank.awaited(place))
     undone = [(other, before) for other, before in needed if before not in other.done]
     # Nobody it depends on holds it up, so it is a partner that has not come.
-    if undone or rank.graph.meeting(place) is None:
+    if undone or rank.graph.rendezvous(place) is None:
         return undone
     partners = [run.ranks[number] for number in run.missing(rank.index, place)]
-    wanted = rank.graph.meeting(place)
+    wanted = rank.graph.rendezvous(place)
     assert wanted is not None
     return [
         (other, here)
         for other in partners
         for item in other.graph.instructions(place.position)
-        if (met := other.graph.meeting(here := Place(place.position, item.id)))
+        if (met := other.graph.rendezvous(here := Place(place.position, item.id)))
         and met.shared == wanted.shared
         and (not wanted.offset or met.sends != wanted.sends)
     ]

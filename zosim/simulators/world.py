@@ -19,7 +19,7 @@ from zosim.program import Program
 from zosim.program.instructions import Part
 from zosim.program.operations import Collective, Recv, Send
 from zosim.program.program_set import ProgramSet
-from zosim.program.step_graph import Meeting
+from zosim.program.step_graph import Rendezvous
 
 # A resource of which no more than this is ever asked limits nobody.
 _ENOUGH = 1 + 1e-12
@@ -228,21 +228,21 @@ class World:
         own = dict(zip(template.resources, self.resources[rank], strict=True))
         return template.taking(lambda activity: tuple((own[name], use) for name, use in activity.uses))
 
-    def party(self, rank: int, meeting: Meeting) -> tuple[tuple[int, ...], Hashable]:
+    def participants(self, rank: int, rendezvous: Rendezvous) -> tuple[tuple[int, ...], Hashable]:
         """Return who meets where `rank` does, and what tells this meeting from others at its position.
 
         A message whose other side is not simulated has one member: that side is taken to be in step.
         """
-        group = self.process_groups[meeting.group]
-        if not meeting.offset:
+        group = self.process_groups[rendezvous.group]
+        if not rendezvous.offset:
             members = group.parts[group.part_of[rank]]
-            return members, (members, meeting)
-        other = group.at_offset(rank, meeting.offset if meeting.sends else -meeting.offset)
+            return members, (members, rendezvous)
+        other = group.at_offset(rank, rendezvous.offset if rendezvous.sends else -rendezvous.offset)
         if other is None:
-            return (rank,), (rank, meeting)
+            return (rank,), (rank, rendezvous)
         # Both sides name the message alike: sender first.
-        members = (rank, other) if meeting.sends else (other, rank)
-        return members, (members, meeting.shared)
+        members = (rank, other) if rendezvous.sends else (other, rank)
+        return members, (members, rendezvous.shared)
 
     def with_limits_alone(self) -> World:
         """Return the same world without the resources of which there is always enough for all who ask."""

@@ -33,7 +33,7 @@ class Pair:
     ranks: tuple[int, int]
     offsets: Mapping[str, int]
 
-    def meets(self, side: int, channel: Channel | None) -> bool:
+    def is_shared_by(self, side: int, channel: Channel | None) -> bool:
         """Whether what the first (0) or the second rank runs takes the other of the two."""
         if channel is None or channel.group not in self.offsets:
             return False
@@ -93,7 +93,7 @@ class Side:
         return by_stream
 
     @cached_property
-    def meetings(self) -> dict[Channel, list[Listed]]:
+    def exchanges(self) -> dict[Channel, list[Listed]]:
         """Collectives, sends and receipts of each channel, in order."""
         by_channel: dict[Channel, list[Listed]] = defaultdict(list)
         for item in self.run.listed:
@@ -104,7 +104,7 @@ class Side:
     @cached_property
     def positions(self) -> dict[int, int]:
         """How many of its channel come before each of them."""
-        return {item.index: at for items in self.meetings.values() for at, item in enumerate(items)}
+        return {item.index: at for items in self.exchanges.values() for at, item in enumerate(items)}
 
     @cached_property
     def shared_accesses(self) -> dict[str, list[Touch]]:
@@ -125,9 +125,9 @@ class Side:
         Hazard
             Naming the two.
         """
-        if not self.meetings:
+        if not self.exchanges:
             return
-        for items in self.meetings.values():
+        for items in self.exchanges.values():
             for first, second in itertools.pairwise(items):
                 if not self.run.ordered(first.index, second.index):
                     raise Hazard(
@@ -199,17 +199,17 @@ class Joint:
         clock = self._clock_before(number, item)
         if clock is None:
             return False
-        if not self._pair.meets(number, channel_of(item.instruction)):
+        if not self._pair.is_shared_by(number, channel_of(item.instruction)):
             self._finish(number, stream, clock)
             return True
-        return self._meet(number, stream, clock)
+        return self._arrive(number, stream, clock)
 
-    def _meet(self, number: int, stream: Stream, clock: tuple[int, ...]) -> bool:
+    def _arrive(self, number: int, stream: Stream, clock: tuple[int, ...]) -> bool:
         """Run a collective or a message on both sides, if the other is there."""
         other, item = 1 - number, self._waiting[number][stream][0]
         channel = channel_of(item.instruction)
         assert channel is not None
-        partners = self._sides[other].meetings[channel.other_side]
+        partners = self._sides[other].exchanges[channel.other_side]
         partner = partners[self._sides[number].positions[item.index]]
         queue = self._waiting[other][partner.instruction.stream]
         if not queue or queue[0] is not partner:
