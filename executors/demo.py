@@ -193,7 +193,7 @@ class Stages:
 
         self._heading("a first plan and its simulated step, from data sheets alone")
         profile = profile_for(topology, topology.compute_devices[0].id)
-        stderr.print(simulation_view(self._decision(topology, profile, pretrained).chosen.subject))
+        stderr.print(simulation_view(self._decision(topology, profile, pretrained).chosen.planned))
 
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
@@ -305,20 +305,20 @@ class Stages:
         from zosim.timeline import Timeline
 
         self._heading("predicted and measured")
-        subject = decision.chosen.subject
-        if subject.profile.is_disturbed:
-            subject.profile.save(self.out / "profile.json")
+        planned = decision.chosen.planned
+        if planned.profile.is_disturbed:
+            planned.profile.save(self.out / "profile.json")
         measured = Timeline.load(self.out / "timeline.json")
         rows = [line.row for line in read_lines(self.out / "metrics.jsonl")]
         evaluations = [row for row in rows if row.get("split") == "eval"]
         self._describe_duration()
         return DemoResult(
             comparison=compare(
-                subject.timeline,
+                planned.timeline,
                 measured,
-                subject.program,
-                at_pace=subject.at_pace_of(measured),
-                planned_tokens=subject.plan.tokens_per_step,
+                planned.program,
+                at_pace=planned.at_pace_of(measured),
+                planned_tokens=planned.plan.tokens_per_step,
             ),
             summary=summary,
             before=evaluations[0],
@@ -350,7 +350,7 @@ def _between(decision: Decision) -> int:
     candidates = (decision.chosen, *decision.others)
     leanest = {
         is_offloaded: min(
-            c.subject.footprint.device_bytes for c in candidates if c.plan.is_offloaded == is_offloaded
+            c.planned.footprint.device_bytes for c in candidates if c.plan.is_offloaded == is_offloaded
         )
         for is_offloaded in (False, True)
     }

@@ -25,13 +25,13 @@ class Study:
     ----------
     name : str
         Its own.
-    subject : str
+    topic : str
         One line.
     has_exercise : bool
     """
 
     name: str
-    subject: str
+    topic: str
     has_exercise: bool = False
 
     @property
@@ -108,7 +108,7 @@ def study(
     elif json:
         emit(_described(chosen), json=True)
     elif chosen.page is None:
-        stdout.print(f"{chosen.subject}\n\n$ {chosen.script}", markup=False, soft_wrap=True)
+        stdout.print(f"{chosen.topic}\n\n$ {chosen.script}", markup=False, soft_wrap=True)
     else:
         _show_page(chosen.page)
 
@@ -123,7 +123,7 @@ def _study_named(name: str) -> Study:
 
 
 def _show_list(*, json: bool) -> None:
-    rows = [(item.name, item.subject, item.script, "yes" if item.has_exercise else "") for item in STUDIES]
+    rows = [(item.name, item.topic, item.script, "yes" if item.has_exercise else "") for item in STUDIES]
     shown = Table(("study", "subject", "script", "exercise"), rows)
     emit([_described(item) for item in STUDIES], json=json, text=shown)
 
@@ -131,7 +131,7 @@ def _show_list(*, json: bool) -> None:
 def _described(item: Study) -> dict[str, str | bool | None]:
     return {
         "name": item.name,
-        "subject": item.subject,
+        "subject": item.topic,
         "page": None if item.page is None else str(item.page),
         "script": item.script,
         "has_exercise": item.has_exercise,

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from zosim.planning.planner import Decision as Decision
     from zosim.planning.planner import Request as Request
     from zosim.planning.planner import choose as choose
+    from zosim.planning.predict import PlannedRun as PlannedRun
     from zosim.planning.predict import Prediction as Prediction
-    from zosim.planning.predict import Subject as Subject
     from zosim.plans import Estimator as Estimator
     from zosim.plans import ForwardPass as ForwardPass
     from zosim.plans import Mesh as Mesh

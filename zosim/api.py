@@ -44,7 +44,7 @@ from zosim.plans import Plan, Section
 if TYPE_CHECKING:
     from zosim.analysis.compare import Comparison
     from zosim.planning.planner import Decision
-    from zosim.planning.predict import Subject
+    from zosim.planning.predict import PlannedRun
     from zosim.planning.views import PlanComparison
 
 # Each function imports what it works with: a command's help page, which takes its options from here, needs none of it.
@@ -123,7 +123,7 @@ def simulate(
     program: Programs = None,
     one_process: OneProcess = False,
     simulator: SimulatorName = "lockstep",
-) -> Subject:
+) -> PlannedRun:
     """Predict a plan's step time and memory with a discrete-event simulation.
 
     Parameters
@@ -143,7 +143,7 @@ def simulate(
 
     Returns
     -------
-    Subject
+    PlannedRun
         Its ``prediction`` has step time, memory and bottleneck, its ``timeline`` the spans.
 
     Raises
@@ -153,7 +153,7 @@ def simulate(
     """
     from topology.hardware import resolve
     from zosim.hardware.profiles import Profiles
-    from zosim.planning.predict import Subject
+    from zosim.planning.predict import PlannedRun
     from zosim.program.program_set import ProgramSet
 
     if not isinstance(plan, Plan):
@@ -173,10 +173,10 @@ def simulate(
     first = plan.placement.devices[0]
     rates = profiles.of(first, plan.placement.devices.count(first))
     edited = None if program is None else ProgramSet.load(program)
-    subject = Subject(plan, topology, rates, edited, profiles, one_process, simulator)
+    planned = PlannedRun(plan, topology, rates, edited, profiles, one_process, simulator)
     # What is wrong with a program is said here, and not when somebody looks at a number.
-    _ = subject.programs
-    return subject
+    _ = planned.programs
+    return planned
 
 
 @takes_earlier_names()
@@ -226,7 +226,7 @@ def compare(
         )
     refuse_irregular_run(directory, TimelineError)
     ran = directory / "program.json"
-    subject = simulate(
+    planned = simulate(
         plan_of_run(directory) if plan is None else plan,
         hardware,
         profile=profile,
@@ -238,14 +238,14 @@ def compare(
     if chosen not in measured.ranks:
         ranks = ", ".join(map(str, measured.ranks))
         raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
-    predicted = subject.timeline_of(chosen)
+    predicted = planned.timeline_of(chosen)
     return compare_timelines(
         predicted,
         measured,
-        subject.programs.program_of(chosen),
+        planned.programs.program_of(chosen),
         chosen,
-        subject.at_pace_of(measured),
-        subject.plan.tokens_per_step,
+        planned.at_pace_of(measured),
+        planned.plan.tokens_per_step,
     )
 
 

@@ -71,12 +71,12 @@ def lower(
     **settings: Any,
 ) -> None:
     """Write a plan's programs, one instruction per line, or validate edited ones."""
-    subject, baseline = api.simulate(plan_file, program=check), first_order_of(first_order, **settings)
+    planned, baseline = api.simulate(plan_file, program=check), first_order_of(first_order, **settings)
     if baseline is not None:
-        from zosim.applications.first_order.report import baseline_subject
+        from zosim.applications.first_order.report import baseline_run
 
-        subject = baseline_subject(subject, baseline)
-    programs = subject.programs
+        planned = baseline_run(planned, baseline)
+    programs = planned.programs
     if rank is not None and rank >= programs.world_size:
         raise PlanError(
             f"--rank {rank} does not exist among {programs.world_size} ranks",
@@ -154,40 +154,40 @@ def simulate(
     )
     if first_order is None and first_order_trace is not None:
         raise PlanError("--first-order-trace needs --first-order", hint="such as --first-order sgd")
-    subject = api.simulate(plan_file, **asked)
+    planned = api.simulate(plan_file, **asked)
     if code == "published":
         from zosim.applications.published_code import all_as_published
 
-        subject = replace(subject, edited=all_as_published(subject.programs, subject.plan))
-    timeline = subject.timeline if steps is None else subject.simulated(num_steps=steps)
+        planned = replace(planned, edited=all_as_published(planned.programs, planned.plan))
+    timeline = planned.timeline if steps is None else planned.simulated(num_steps=steps)
     if trace is not None:
         # Arrows follow one program; ranks of several have none.
-        programs = subject.programs.programs
+        programs = planned.programs.programs
         save_trace(timeline, trace, programs[0] if len(programs) == 1 else None)
         stderr.print(f"wrote {trace}")
     if picture is not None:
         from zosim.applications.picture import draw_timeline
 
         stderr.print(f"wrote {draw_timeline(timeline, picture)}")
-    prediction = subject.prediction
+    prediction = planned.prediction
     data = (
         prediction_data(prediction)
-        | stages_data(subject)
+        | stages_data(planned)
         | {
             "num_steps": timeline.num_steps,
             "makespan_s": timeline.makespan_s,
         }
     )
-    view = simulation_view(subject)
+    view = simulation_view(planned)
     if first_order_settings is not None:
-        from zosim.applications.first_order.report import baseline_subject, comparison_data, comparison_view
+        from zosim.applications.first_order.report import baseline_run, comparison_data, comparison_view
 
-        baseline = baseline_subject(subject, first_order_settings)
+        baseline = baseline_run(planned, first_order_settings)
         if first_order_trace is not None:
             save_trace(baseline.timeline, first_order_trace)
             stderr.print(f"wrote {first_order_trace}")
-        data |= comparison_data(subject, baseline, first_order_settings)
-        view = Report("", view, comparison_view(subject, baseline, first_order_settings))
+        data |= comparison_data(planned, baseline, first_order_settings)
+        view = Report("", view, comparison_view(planned, baseline, first_order_settings))
     emit(data, json=as_json, text=view)
     if steps is not None and not as_json:
         stderr.print(f"{steps} steps and the flush: {format_seconds(timeline.makespan_s)}")

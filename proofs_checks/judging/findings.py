@@ -53,11 +53,11 @@ class Judgement:
 
     Attributes
     ----------
-    subject : str
+    judged : str
     findings : tuple of JudgedProperty
     """
 
-    subject: str
+    judged: str
     findings: tuple[JudgedProperty, ...]
 
     @property
@@ -78,7 +78,7 @@ class Judgement:
     def to_data(self) -> dict[str, Any]:
         """Return what JSON holds."""
         return {
-            "subject": self.subject,
+            "subject": self.judged,
             "findings": [asdict(finding) for finding in self.findings],
             "failed": [finding.name for finding in self.failed],
             "not_resolved": [finding.name for finding in self.unresolved],
@@ -87,7 +87,7 @@ class Judgement:
 
     def lines(self) -> list[str]:
         """Return a report in text."""
-        reported = [self.subject]
+        reported = [self.judged]
         for finding in self.findings:
             reported.append(f"  {finding.verdict.upper():15} {finding.name}: {finding.measured}")
             noticed = "" if finding.resolution is None else f"; notices {100 * finding.resolution:.2g} %"

@@ -282,7 +282,7 @@ def check_memory(context: Context) -> Outcome:
             details.append(f"{size / _GIB:g} GiB: nothing fits")
             largest = max(largest, float("inf") if before < float("inf") else 0.0)
             continue
-        taken = best.subject.footprint.device_bytes
+        taken = best.planned.footprint.device_bytes
         largest = max(largest, _rise(before, best.seconds), _rise(size, taken))
         before = best.seconds
         details.append(

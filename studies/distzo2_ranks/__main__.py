@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from studies.distzo2_ranks.cases import TRANSFERS, apart, behind_one_root, offloaded, perturbed, squares
 from topology import load_preset
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 
 
 def contention() -> None:
@@ -35,16 +35,16 @@ def slices() -> None:
 def perturbations() -> None:
     """Show what each rank draws and forwards when perturbations and ranks grow together."""
     for num_queries, num_ranks in ((1, 1), (1, 2), (2, 2), (2, 4)):
-        subject = perturbed(num_queries, num_ranks)
-        step_s = subject.step_time_s
+        planned = perturbed(num_queries, num_ranks)
+        step_s = planned.step_time_s
         print(
-            f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(subject, 'sample'):.2f} s a rank, forwards "
-            f"{_busy(subject, 'forward'):.2f} s, step {step_s:.2f} s"
+            f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(planned, 'sample'):.2f} s a rank, forwards "
+            f"{_busy(planned, 'forward'):.2f} s, step {step_s:.2f} s"
         )
 
 
-def _busy(subject: Subject, label: str) -> float:
-    return dict(subject.prediction.seconds_by_label).get(label, 0.0)
+def _busy(planned: PlannedRun, label: str) -> float:
+    return dict(planned.prediction.seconds_by_label).get(label, 0.0)
 
 
 def pairs() -> None:

@@ -18,7 +18,7 @@ from topology.documents import catalogue
 from topology.schema import Link, Node
 from zosim.hardware.machine import Machine, Ring
 from zosim.lowering import lower_all
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Schedule, Weights
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many
@@ -49,9 +49,9 @@ def behind_one_root() -> Topology:
 
 def offloaded(
     topology: Topology, num_ranks: int, *, transfers: str = "private", model: str = "opt-13b", batch: int = 1
-) -> Subject:
+) -> PlannedRun:
     """Return a model whose blocks all GPUs upload, the batch shared out among them."""
-    return _subject(
+    return _planned(
         topology,
         Mesh(data=num_ranks),
         model,
@@ -62,16 +62,16 @@ def offloaded(
     )
 
 
-def perturbed(num_queries: int, num_ranks: int, *, model: str = "opt-125m") -> Subject:
+def perturbed(num_queries: int, num_ranks: int, *, model: str = "opt-125m") -> PlannedRun:
     """Return a step of this many directions, their evaluation points shared out among hosts without GPUs."""
     topology = load_preset("cpu-cluster-1gbit")
     mesh = Mesh(perturb=num_ranks)
-    return _subject(topology, mesh, model, 1, seq=256, estimator=Estimator(num_queries=num_queries))
+    return _planned(topology, mesh, model, 1, seq=256, estimator=Estimator(num_queries=num_queries))
 
 
-def _subject(
+def _planned(
     topology: Topology, mesh: Mesh, model: str, batch: int, *, seq: int = 512, **axes: object
-) -> Subject:
+) -> PlannedRun:
     nodes = [node.id for node in topology.compute_devices][: mesh.world_size]
     plan = Plan.model_validate(
         {
@@ -87,7 +87,7 @@ def _subject(
         }
         | axes
     )
-    return Subject(plan, topology, datasheet_profile(topology, nodes[0]))
+    return PlannedRun(plan, topology, datasheet_profile(topology, nodes[0]))
 
 
 # -- pairs and shards --------------------------------------------------------------------------------------------

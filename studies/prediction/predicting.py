@@ -13,7 +13,7 @@ from studies.prediction.measuring import MeasuredSteps
 from studies.timed_cases import TimedCase
 from topology import Topology
 from zosim.analysis.compare import ComparedLine, compare
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.program.instructions import Space
 
 _LEAST_CHOICES = 2
@@ -55,8 +55,8 @@ def predict(
 
 def _predicted(item: MeasuredSteps, profile: Profile, topology: Topology) -> PredictedCase:
     before, after = (pace_in(profile, seconds) for seconds in item.references_s)
-    subject = Subject(item.plan, topology, profile)
-    prediction = subject.prediction
+    planned = PlannedRun(item.plan, topology, profile)
+    prediction = planned.prediction
     return PredictedCase(
         name=item.case.name,
         placement=item.case.placement,
@@ -65,11 +65,11 @@ def _predicted(item: MeasuredSteps, profile: Profile, topology: Topology) -> Pre
         high_s=prediction.high_s,
         measured_s=item.step_s,
         foreign_cores=item.foreign_cores,
-        predicted_bytes=subject.timeline.peak_memory(Space.DEVICE).size_bytes,
+        predicted_bytes=planned.timeline.peak_memory(Space.DEVICE).size_bytes,
         measured_bytes=item.device_bytes,
         limiter=prediction.bottleneck.description,
-        lines=compare(subject.timeline, item.timeline, subject.program).labels,
-        paced_s=Subject(item.plan, topology, at_pace(profile, before)).timeline.step_time_s,
+        lines=compare(planned.timeline, item.timeline, planned.program).labels,
+        paced_s=PlannedRun(item.plan, topology, at_pace(profile, before)).timeline.step_time_s,
         pace_before=before,
         pace_after=after,
     )

@@ -7,31 +7,31 @@ from costmodel.rates.profile import Constant, Profile
 from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
 from zosim.analysis.compare import compare
 from zosim.applications.buying.levers import levers
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 
 _ALONE = ("sampling_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
 
 
-def with_profile(subject: Subject, profile: Profile) -> Subject:
+def with_profile(planned: PlannedRun, profile: Profile) -> PlannedRun:
     """Return the same plan where operations cost something else."""
-    return Subject(subject.plan, subject.topology, profile, subject.programs)
+    return PlannedRun(planned.plan, planned.topology, profile, planned.programs)
 
 
-def at_worst(subject: Subject, constant: Constant) -> float:
+def at_worst(planned: PlannedRun, constant: Constant) -> float:
     """Return the step with this constant alone at the end of its interval that makes things slowest."""
     worst = constant.model_copy(update={"value": constant.at("high")})
-    profile = subject.profile.with_constants(worst, origin=subject.profile.origin)
-    return with_profile(subject, profile).timeline.step_time_s
+    profile = planned.profile.with_constants(worst, origin=planned.profile.origin)
+    return with_profile(planned, profile).timeline.step_time_s
 
 
 def interval() -> None:
     """Show what an interval consists of."""
-    subject = on_cpu()
-    prediction = subject.prediction
+    planned = on_cpu()
+    prediction = planned.prediction
     print(f"step {prediction.step_time_s:.3f} s, between {prediction.low_s:.3f} and {prediction.high_s:.3f}")
-    constants = [subject.profile.constant(name) for name in _ALONE]
+    constants = [planned.profile.constant(name) for name in _ALONE]
     for constant in constants:
-        slower = at_worst(subject, constant) / prediction.step_time_s - 1
+        slower = at_worst(planned, constant) / prediction.step_time_s - 1
         print(f"  {constant.name} alone at its worst: {slower:+.0%}")
     print(f"  all constants at their worst together: {prediction.high_s / prediction.step_time_s - 1:+.0%}")
 
@@ -49,25 +49,25 @@ def extrapolation() -> None:
 
 def limits() -> None:
     """Show which figures decide a step, and which do not."""
-    subject = offloaded()
-    prediction = subject.prediction
+    planned = offloaded()
+    prediction = planned.prediction
     print(
         f"step {prediction.step_time_s:.2f} s, {prediction.bottleneck.share:.0%} {prediction.bottleneck.description}; "
         f"forward is busy for {dict(prediction.seconds_by_label)['forward'] / prediction.step_time_s:.0%} of it"
     )
-    for lever in levers(subject.topology, subject.plan.placement.devices):
+    for lever in levers(planned.topology, planned.plan.placement.devices):
         if lever.kind in ("link", "compute"):
-            topology = lever.apply(subject.topology, 2.0)
-            profile = datasheet_profile(topology, subject.plan.placement.devices[0])
-            then = Subject(subject.plan, topology, profile, subject.programs).timeline.step_time_s
+            topology = lever.apply(planned.topology, 2.0)
+            profile = datasheet_profile(topology, planned.plan.placement.devices[0])
+            then = PlannedRun(planned.plan, topology, profile, planned.programs).timeline.step_time_s
             print(f"  {lever.name} doubled: {then / prediction.step_time_s - 1:+.0%}")
 
 
 def wrong_constant() -> None:
     """Show a run on a machine that draws three times as slowly as its profile says."""
-    subject = on_cpu()
-    measured = run_on(subject, "sampling", 3.0)
-    comparison = compare(subject.timeline, measured, subject.program)
+    planned = on_cpu()
+    measured = run_on(planned, "sampling", 3.0)
+    comparison = compare(planned.timeline, measured, planned.program)
     print(
         f"predicted {comparison.predicted_step_s:.3f} s, measured {comparison.measured_step_s:.3f} s: {comparison.step_error:+.0%}"
     )
@@ -75,7 +75,7 @@ def wrong_constant() -> None:
         print(
             f"  {line.name}: {line.error or 0:+.0%}, {line.contribution_s / comparison.measured_step_s:+.0%} of the step"
         )
-    mended = with_profile(subject, changed(subject.profile, ("sampling_rate",), 3.0))
+    mended = with_profile(planned, changed(planned.profile, ("sampling_rate",), 3.0))
     error = mended.timeline.step_time_s / comparison.measured_step_s - 1
     print(f"with sampling_rate divided by 3: {abs(error):.0%}")
 

@@ -12,7 +12,7 @@ from costmodel.estimate import estimate
 from costmodel.models.configs import read_model_spec
 from costmodel.rates.profile import Profile
 from topology import load_preset
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Placement, Plan, Residency, Schedule, Weights
 from zosim.timeline import Timeline
 
@@ -48,10 +48,10 @@ class Reading:
     terms: Mapping[str, float]
 
 
-def offloaded(model: str = "opt-13b", *, seq: int = 512) -> Subject:
+def offloaded(model: str = "opt-13b", *, seq: int = 512) -> PlannedRun:
     """Return a model that passes through a desktop GPU block by block."""
     half = Weights(dtype="float16")
-    return _subject(
+    return _planned(
         "rtx4090-2x",
         "gpu0",
         model,
@@ -62,12 +62,14 @@ def offloaded(model: str = "opt-13b", *, seq: int = 512) -> Subject:
     )
 
 
-def on_cpu(model: str = "opt-125m", *, batch: int = 1, seq: int = 64) -> Subject:
+def on_cpu(model: str = "opt-125m", *, batch: int = 1, seq: int = 64) -> PlannedRun:
     """Return a model that stays in a laptop's memory."""
-    return _subject("cpu-laptop", "cpu0", model, seq, batch=batch)
+    return _planned("cpu-laptop", "cpu0", model, seq, batch=batch)
 
 
-def _subject(machine: str, device: str, model: str, seq: int, *, batch: int = 1, **axes: object) -> Subject:
+def _planned(
+    machine: str, device: str, model: str, seq: int, *, batch: int = 1, **axes: object
+) -> PlannedRun:
     topology = load_preset(machine)
     plan = Plan.model_validate(
         {
@@ -78,7 +80,7 @@ def _subject(machine: str, device: str, model: str, seq: int, *, batch: int = 1,
         }
         | axes
     )
-    return Subject(plan, topology, datasheet_profile(topology, device))
+    return PlannedRun(plan, topology, datasheet_profile(topology, device))
 
 
 def changed(profile: Profile, kinds: Sequence[str], times: float) -> Profile:
@@ -92,19 +94,19 @@ def changed(profile: Profile, kinds: Sequence[str], times: float) -> Profile:
     return profile.with_constants(*constants, origin=profile.origin)
 
 
-def run_on(subject: Subject, term: str, times: float) -> Timeline:
+def run_on(planned: PlannedRun, term: str, times: float) -> Timeline:
     """Return what a run on a machine looks like whose `term` takes `times` as long as the profile says."""
-    other = Subject(subject.plan, subject.topology, changed(subject.profile, TERMS[term], times))
+    other = PlannedRun(planned.plan, planned.topology, changed(planned.profile, TERMS[term], times))
     return replace(other.simulated(num_steps=6).expanded(), source="measured")
 
 
-def rows_of(subject: Subject, term: str, times: float, *, seed: int = 0) -> list[Reading]:
+def rows_of(planned: PlannedRun, term: str, times: float, *, seed: int = 0) -> list[Reading]:
     """Return a step's instructions, predicted, and measured on such a machine with some noise."""
     generator = np.random.default_rng(seed)
-    actual = changed(subject.profile, TERMS[term], times)
+    actual = changed(planned.profile, TERMS[term], times)
     rows = []
-    for item in subject.program.step:
-        cost = estimate(item.work, subject.profile)
+    for item in planned.program.step:
+        cost = estimate(item.work, planned.profile)
         noise = 1 + _NOISE * float(generator.standard_normal())
         measured_s = estimate(item.work, actual).seconds * noise
         rows.append(Reading(item.id, item.label, cost.seconds, measured_s, _causes(cost.terms)))

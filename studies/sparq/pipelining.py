@@ -27,7 +27,7 @@ from studies.sparq.training import INSIDE, CodecCase, batches_of, plan_of, tenso
 from topology.hardware import resolve
 from zosim.config import HOST
 from zosim.console import stderr, stdout
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Plan
 from zosim.program.instructions import Stream
 from zosim.report import Table
@@ -121,9 +121,9 @@ def measure() -> list[Idle]:
     figures = launch(_measured, chosen, str(pretrained_model().model), world_size=2)
     rows = []
     for (name, _), plan, (step_s, *idle) in zip(CASES, chosen, figures, strict=True):
-        subject = Subject(plan, topology, profile)
-        first, second = (1 - subject.timeline_of(r).busy(_WORK, r) for r in (0, 1))
-        rows.append(Idle(name, subject.step_time_s, step_s, first, idle[0], second, idle[1]))
+        planned = PlannedRun(plan, topology, profile)
+        first, second = (1 - planned.timeline_of(r).busy(_WORK, r) for r in (0, 1))
+        rows.append(Idle(name, planned.step_time_s, step_s, first, idle[0], second, idle[1]))
     return rows
 
 

@@ -19,8 +19,8 @@ from topology.graph import Topology
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import PRESETS
-from zosim.applications.first_order.report import baseline_subject
-from zosim.planning.predict import Subject
+from zosim.applications.first_order.report import baseline_run
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Schedule, Split, Weights
 from zosim.report import Bullets, Table
 from zosim.timeline import Span
@@ -85,17 +85,17 @@ class MethodStep:
 
     link: str
     method: PlottedMethod
-    subject: Subject
+    planned: PlannedRun
 
     @property
     def counts(self) -> StepCounts:
         """What it sends."""
-        return step_counts(self.subject.programs)
+        return step_counts(self.planned.programs)
 
     @property
     def memory_bytes(self) -> int:
         """Device memory of both ranks."""
-        return sum(taken.device_bytes for taken in self.subject.footprints.ranks)
+        return sum(taken.device_bytes for taken in self.planned.footprints.ranks)
 
 
 @cache
@@ -142,7 +142,7 @@ def steps() -> Iterator[MethodStep]:
         topology = networked(bandwidth)
         profile = datasheet_profile(topology, DEVICES[0])
         for method in METHODS:
-            subject = Subject(plan_of(method), topology, profile)
+            planned = PlannedRun(plan_of(method), topology, profile)
             if method.first_order:
                 settings = PRESETS[method.first_order].model_copy(
                     update={
@@ -151,8 +151,8 @@ def steps() -> Iterator[MethodStep]:
                         "sums_ends": method.is_tied,
                     }
                 )
-                subject = baseline_subject(subject, settings)
-            yield MethodStep(link, method, subject)
+                planned = baseline_run(planned, settings)
+            yield MethodStep(link, method, planned)
 
 
 def table(steps: list[MethodStep]) -> Table:
@@ -160,16 +160,16 @@ def table(steps: list[MethodStep]) -> Table:
     columns: dict[str, Callable[[MethodStep], str]] = {
         "link": lambda step: step.link,
         "method": lambda step: step.method.name,
-        "step": lambda step: format_seconds(step.subject.prediction.step_time_s),
+        "step": lambda step: format_seconds(step.planned.prediction.step_time_s),
         "between": lambda step: (
-            f"{format_seconds(step.subject.prediction.low_s)} and {format_seconds(step.subject.prediction.high_s)}"
+            f"{format_seconds(step.planned.prediction.low_s)} and {format_seconds(step.planned.prediction.high_s)}"
         ),
         "forward": lambda step: _messages(step.counts.num_activations, step.counts.activation_bytes),
         "back": lambda step: _messages(step.counts.num_gradients, step.counts.gradient_bytes),
         "sums": lambda step: format_bytes(step.counts.reduced_bytes),
         "scalars": lambda step: f"{step.counts.num_scalars}",
         "both devices": lambda step: format_bytes(step.memory_bytes),
-        "limited by": lambda step: step.subject.prediction.bottleneck.description,
+        "limited by": lambda step: step.planned.prediction.bottleneck.description,
     }
     return Table.of(steps, columns, numeric=("step", "forward", "back", "sums", "scalars", "both devices"))
 
@@ -178,7 +178,7 @@ def compared(steps: list[MethodStep]) -> Bullets:
     """Return how many times as long SparQ's steps take as first-order ones, link by link."""
     lines = []
     for link in dict.fromkeys(step.link for step in steps):
-        seconds = {step.method.name: step.subject.step_time_s for step in steps if step.link == link}
+        seconds = {step.method.name: step.planned.step_time_s for step in steps if step.link == link}
         description = [
             f"{ours}: {seconds[ours] / seconds['FO-SGD']:.2f} times FO-SGD's, "
             f"{seconds[ours] / seconds['AQ-SGD, 4 and 8 bits']:.2f} times AQ-SGD's"
@@ -219,7 +219,7 @@ def draw(steps: list[MethodStep], out: Path) -> Path:
 
 def _rows(step: MethodStep) -> list[tuple[str, list[tuple[str, float, float]]]]:
     """Return, for each rank and stream that is busy, spans of its last listed steady step."""
-    timeline = step.subject.timeline
+    timeline = step.planned.timeline
     number = timeline.periodic_steps[-1]
     mine = [span for span in timeline.spans if span.part == "step" and span.step == number]
     begin_s = min(span.start_s for span in mine)

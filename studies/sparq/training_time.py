@@ -32,7 +32,7 @@ from topology.hardware import resolve
 from zosim.analysis.scoreboard import rows_table
 from zosim.config import HOST
 from zosim.console import stderr, stdout
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Plan
 
 RESULTS = Path(__file__).with_name("training_time.csv")
@@ -141,7 +141,7 @@ def measure() -> list[Timed]:
         figures += launch(_measured, chosen, str(pretrained.model), world_size=world_size)
     rows = []
     for (case, encoding), plan, (seconds, size, foreign) in zip(CASES, plans, figures, strict=True):
-        prediction = Subject(plan, topology, profile).prediction
+        prediction = PlannedRun(plan, topology, profile).prediction
         span = (prediction.step_time_s, prediction.low_s, prediction.high_s)
         rows.append(Timed(case.name, encoding, *span, seconds, size, foreign))
     return rows

@@ -20,9 +20,9 @@ from studies.plots import picture
 from studies.validation.left_out import CHOSEN, HeldOut, all_left_out, held_out, machine_of, source_of
 from topology.errors import MachineError
 from zosim.analysis.scoreboard import score_table
+from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import MeasuredRow, joined, read_rows
-from zosim.applications.validation.site import Sites
 from zosim.console import stderr, stdout
 from zosim.report import Report, Table
 
@@ -45,14 +45,16 @@ def _by_group(rows: Sequence[Row]) -> Table:
     return score_table([*(score for score in scores(rows) if score.errors), Score.of(rows, "all")])
 
 
-def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
+def left_out_report(rows: Sequence[MeasuredRow], measured_machines: MeasuredMachines) -> Report:
     """Return what becomes of predictions where a source, and where a machine, had no say in any constant."""
     counted = [row for row in rows if row.is_counted and row.measured is not None]
     axes = {"source": source_of, "machine": machine_of}
     judged: list[list[HeldOut]] = [[] for _ in axes]
     for chosen in CHOSEN:
         stderr.print(chosen.name, markup=False)
-        for entries, more in zip(judged, held_out(counted, sites, chosen, list(axes.values())), strict=True):
+        for entries, more in zip(
+            judged, held_out(counted, measured_machines, chosen, list(axes.values())), strict=True
+        ):
             entries.extend(more)
     return Report(
         "Constants without the measurements that they were chosen beside",
@@ -63,7 +65,7 @@ def left_out_report(rows: Sequence[MeasuredRow], sites: Sites) -> Report:
                 f"Without the {what}'s own rows",
                 _held_out_table(what, items),
                 "All constants at once, group by group:",
-                _by_group(all_left_out(counted, sites, items, axis)),
+                _by_group(all_left_out(counted, measured_machines, items, axis)),
             )
             for (what, axis), items in zip(axes.items(), judged, strict=True)
         ),
@@ -129,14 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("validation"), help="folder of the report")
     parser.add_argument("--left-out", action="store_true", help="judge constants by who had no say in them")
     options = parser.parse_args(arguments)
-    sites = Sites(options.hardware or options.rows.parent)
+    measured_machines = MeasuredMachines(options.hardware or options.rows.parent)
     rows = read_rows(options.rows)
-    judged = [joined(row, outcome(row, sites)) for row in rows]
+    judged = [joined(row, outcome(row, measured_machines)) for row in rows]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         if options.left_out:
             # All machines were met above.
-            made = left_out_report(rows, sites)
+            made = left_out_report(rows, measured_machines)
             (options.out / "left_out.md").write_text(made.to_markdown(), encoding="utf-8")
         else:
             made = report(judged)

@@ -21,9 +21,9 @@ from costmodel import estimate
 from costmodel.devices import datasheet, gpus, nccl
 from costmodel.scoring import Row, Score
 from zosim.applications.validation import codes
+from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Outcome, joined
-from zosim.applications.validation.site import Sites
 from zosim.hardware import machines
 
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0)
@@ -240,38 +240,47 @@ def machine_of(row: MeasuredRow) -> str:
     return row["hardware"]
 
 
-def predictions(rows: Sequence[MeasuredRow], sites: Sites, chosen: Chosen) -> Predictions:
+def predictions(
+    rows: Sequence[MeasuredRow], measured_machines: MeasuredMachines, chosen: Chosen
+) -> Predictions:
     """Return what is predicted for rows with each value of a constant."""
     return {
-        factor: _predicted(rows, sites, ((chosen, factor),))
+        factor: _predicted(rows, measured_machines, ((chosen, factor),))
         for factor in dict.fromkeys((*chosen.factors, 1.0, chosen.neutral))
     }
 
 
 def _predicted(
-    rows: Sequence[MeasuredRow], sites: Sites, changes: Collection[tuple[Chosen, float]]
+    rows: Sequence[MeasuredRow],
+    measured_machines: MeasuredMachines,
+    changes: Collection[tuple[Chosen, float]],
 ) -> dict[str, float]:
     """Return the predicted numbers by the rows' names, with constants changed."""
-    outcomes = _outcomes(rows, sites, changes)
+    outcomes = _outcomes(rows, measured_machines, changes)
     return {row.name: reported.predicted for row, reported in outcomes if isinstance(reported, Forecast)}
 
 
 def _outcomes(
-    rows: Sequence[MeasuredRow], sites: Sites, changes: Collection[tuple[Chosen, float]]
+    rows: Sequence[MeasuredRow],
+    measured_machines: MeasuredMachines,
+    changes: Collection[tuple[Chosen, float]],
 ) -> list[tuple[MeasuredRow, Outcome]]:
     with ExitStack() as changed:
         for chosen, factor in changes:
             changed.enter_context(chosen.apply(factor))
-        anew = sites.renewed()
+        anew = measured_machines.renewed()
         return [(row, outcome(row, anew)) for row in rows]
 
 
 def held_out(
-    rows: Sequence[MeasuredRow], sites: Sites, chosen: Chosen, axes: Sequence[Callable[[MeasuredRow], str]]
+    rows: Sequence[MeasuredRow],
+    measured_machines: MeasuredMachines,
+    chosen: Chosen,
+    axes: Sequence[Callable[[MeasuredRow], str]],
 ) -> list[list[HeldOut]]:
     """Return, for each axis, one entry for each source or machine whose rows a constant matters to."""
     concerned = [row for row in rows if chosen.concerns(row)]
-    numbers = predictions(concerned, sites, chosen)
+    numbers = predictions(concerned, measured_machines, chosen)
     moved = [row for row in concerned if _is_moved(row, numbers)]
     return [
         [_leave_out(chosen, moved, numbers, axis, name) for name in sorted(set(map(axis, moved)))]
@@ -321,7 +330,10 @@ def _median_error(rows: Sequence[MeasuredRow], predicted: Mapping[str, float]) -
 
 
 def all_left_out(
-    rows: Sequence[MeasuredRow], sites: Sites, judged: Sequence[HeldOut], axis: Callable[[MeasuredRow], str]
+    rows: Sequence[MeasuredRow],
+    measured_machines: MeasuredMachines,
+    judged: Sequence[HeldOut],
+    axis: Callable[[MeasuredRow], str],
 ) -> list[Row]:
     """Return all rows, each predicted with no constant that its own source or machine had a say in.
 
@@ -333,6 +345,8 @@ def all_left_out(
     outcomes = {
         row.name: joined(row, reported)
         for name in sorted(set(map(axis, rows)))
-        for row, reported in _outcomes([row for row in rows if axis(row) == name], sites, changes[name])
+        for row, reported in _outcomes(
+            [row for row in rows if axis(row) == name], measured_machines, changes[name]
+        )
     }
     return [outcomes[row.name] for row in rows]

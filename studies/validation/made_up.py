@@ -18,9 +18,9 @@ import typer
 
 from topology.documents import catalogue, preset_names
 from topology.schema import Dtype
+from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow
-from zosim.applications.validation.site import Sites
 from zosim.console import stdout
 
 _JUMP, _FALL = 2.0, 0.98
@@ -45,7 +45,7 @@ class Findings:
         How often, by what.
     """
 
-    sites: Sites
+    measured_machines: MeasuredMachines
     num_rows: int = 0
     found: Counter[str] = field(default_factory=Counter)
 
@@ -63,7 +63,9 @@ class Findings:
     def _ask(self, kind: str, hardware: str, cells: Mapping[str, object]) -> Forecast | None:
         self.num_rows += 1
         texts = {name: str(value) for name, value in cells.items()}
-        reported = outcome(MeasuredRow({"kind": kind, "hardware": hardware, **texts}, "made up"), self.sites)
+        reported = outcome(
+            MeasuredRow({"kind": kind, "hardware": hardware, **texts}, "made up"), self.measured_machines
+        )
         if isinstance(reported, str):
             self.found[f"{kind}: no answer"] += 1
             return None
@@ -73,7 +75,7 @@ class Findings:
 
     def _least_s(self, kind: str, hardware: str, cells: Mapping[str, object]) -> float:
         """Return the seconds of a product at its device's peak; 0 for other kinds, and where no peak is declared."""
-        spec, dtype = self.sites.of(hardware).device, _DTYPES.get(str(cells.get("dtype")))
+        spec, dtype = self.measured_machines.of(hardware).device, _DTYPES.get(str(cells.get("dtype")))
         peak = None if dtype is None else spec.peak_dense.get(dtype)
         if kind != "matmul" or peak is None or spec.type == "cpu":
             return 0.0
@@ -81,9 +83,9 @@ class Findings:
         return float(2 * m * n * k / peak.in_si("compute"))
 
 
-def ask_all(sites: Sites, machines: Sequence[str]) -> Findings:
+def ask_all(measured_machines: MeasuredMachines, machines: Sequence[str]) -> Findings:
     """Return what predictions for these machines show."""
-    asked = Findings(sites)
+    asked = Findings(measured_machines)
     for hardware in machines:
         for dtype in ("float16", "float32", "int8"):
             for n, k in _SHAPES:
@@ -99,7 +101,7 @@ def ask_all(sites: Sites, machines: Sequence[str]) -> Findings:
         asked.sweep("draw", hardware, "elements", _BYTES, dtype="float32")
         for direction in ("h2d", "d2h"):
             asked.sweep("copy", hardware, "bytes", _BYTES, direction=direction)
-        num_devices = len(sites.of(hardware).devices)
+        num_devices = len(measured_machines.of(hardware).devices)
         for ranks in (ranks for ranks in (2, 3, 4, 8, 16, 64) if ranks <= num_devices):
             for kind in ("all_reduce", "all_gather"):
                 asked.sweep(kind, hardware, "bytes", _BYTES, ranks=ranks)
@@ -124,7 +126,7 @@ def main(
     ] = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Count what is wrong with predictions of made-up rows; exit status 1 if there is anything but jumps."""
-    asked = ask_all(Sites(hardware), machine or list(_machines(hardware)))
+    asked = ask_all(MeasuredMachines(hardware), machine or list(_machines(hardware)))
     stdout.print(f"{asked.num_rows} rows", markup=False)
     for what, count in asked.found.most_common():
         if count:

@@ -19,7 +19,7 @@ from costmodel.models.configs import spec_of_config
 from studies.published.rows import shipped_rows, write_rows
 from topology.documents import dump, load_preset
 from zosim.cli import main
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Plan
 
 TESTS = Path(__file__).parents[1]
@@ -130,24 +130,24 @@ def programs(of: bytes = b"", name: str = "program.json") -> bytes:
 
 
 @functools.cache
-def subject() -> Subject:
+def planned() -> PlannedRun:
     """A plan on its hardware."""
     plan()
     preset = load_preset(PRESET)
-    return Subject(Plan.load(folder() / "plan.json"), preset, datasheet_profile(preset, "gpu0"))
+    return PlannedRun(Plan.load(folder() / "plan.json"), preset, datasheet_profile(preset, "gpu0"))
 
 
 @functools.cache
 def timeline() -> bytes:
     """A simulated timeline."""
-    return subject().timeline.to_json().encode()
+    return planned().timeline.to_json().encode()
 
 
 @functools.cache
 def profile() -> bytes:
     """A profile of the preset's GPU."""
     path = folder() / "profile.json"
-    subject().profile.save(path)
+    planned().profile.save(path)
     return path.read_bytes()
 
 

@@ -76,7 +76,7 @@ def test_what_a_page_loads_from_a_network_is_found(
 
 
 @pytest.fixture
-def small_site(tmp_path: Path) -> Path:
+def small_machine(tmp_path: Path) -> Path:
     (tmp_path / "conf.py").write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT / 'docs' / '_extensions')!r})\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
@@ -91,26 +91,26 @@ def built(folder: Path) -> int:
     return main(["-b", "html", "-W", "--keep-going", "-q", str(folder), str(folder / "out")])
 
 
-def test_latex_becomes_mathml_and_what_is_not_understood_ends_the_build(small_site: Path) -> None:
+def test_latex_becomes_mathml_and_what_is_not_understood_ends_the_build(small_machine: Path) -> None:
     pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
     pytest.importorskip("math_core", reason="the extra `docs` is not installed")
-    (small_site / "index.md").write_text("# T\n\nA slope $\\frac{a}{b}$:\n\n$$\\sum_i x_i$$\n")
-    assert built(small_site) == 0
-    page = (small_site / "out" / "index.html").read_text()
+    (small_machine / "index.md").write_text("# T\n\nA slope $\\frac{a}{b}$:\n\n$$\\sum_i x_i$$\n")
+    assert built(small_machine) == 0
+    page = (small_machine / "out" / "index.html").read_text()
     assert "<mfrac><mi>a</mi><mi>b</mi></mfrac>" in page
     assert 'display="block"' in page
     assert "MathJax" not in page
-    (small_site / "index.md").write_text("# T\n\n$\\nosuchcommand x$\n")
-    assert built(small_site) != 0
+    (small_machine / "index.md").write_text("# T\n\n$\\nosuchcommand x$\n")
+    assert built(small_machine) != 0
 
 
-def test_a_page_shows_its_claims_in_a_box(small_site: Path) -> None:
+def test_a_page_shows_its_claims_in_a_box(small_machine: Path) -> None:
     pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
     pytest.importorskip("math_core", reason="the extra `docs` is not installed")
     claim = "claims:\n  - name: a-claim\n    statement: It holds for $x_1$.\n    verdict: holds\n"
-    (small_site / "index.md").write_text(f"---\n{claim}---\n\n# T\n\nText.\n")
-    assert built(small_site) == 0
-    page = (small_site / "out" / "index.html").read_text()
+    (small_machine / "index.md").write_text(f"---\n{claim}---\n\n# T\n\nText.\n")
+    assert built(small_machine) == 0
+    page = (small_machine / "out" / "index.html").read_text()
     box = page[page.index('<details class="admonition claims">') : page.index("</details>")]
     assert "<msub><mi>x</mi><mn>1</mn></msub>" in box
     assert "a-claim" in box

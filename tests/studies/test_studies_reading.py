@@ -17,8 +17,8 @@ def test_a_machine_as_its_profile_says_differs_by_noise_alone():
 
 @pytest.mark.parametrize("term", ["sampling", "matmul"])
 def test_a_wrong_constant_shows_under_the_labels_that_depend_on_it(term):
-    subject = on_cpu("opt-10m", seq=256)
-    found = compare(subject.timeline, run_on(subject, term, 3.0), subject.program)
+    planned = on_cpu("opt-10m", seq=256)
+    found = compare(planned.timeline, run_on(planned, term, 3.0), planned.program)
     worst = found.labels[0]
     assert worst.name == {"sampling": "sample", "matmul": "forward"}[term]
     others = [line for line in found.labels if line.name not in (worst.name, "forward")]

@@ -90,7 +90,7 @@ def test_over_a_slow_link_a_step_takes_what_its_bytes_take(slow_steps):
         one_way = max(counts.activation_bytes, counts.gradient_bytes) + counts.reduced_bytes / 2
         both_ways = counts.activation_bytes + counts.gradient_bytes + counts.reduced_bytes / 2
         # An all_reduce of two moves half a buffer each way, twice.
-        seconds = step.subject.prediction.step_time_s
+        seconds = step.planned.prediction.step_time_s
         assert one_way / 12.5e6 <= seconds <= both_ways / 12.5e6 * 1.05 + 0.6
 
 

@@ -6,9 +6,9 @@ from studies.validation import made_up
 from studies.validation.__main__ import main
 from studies.validation.left_out import CHOSEN, held_out, machine_of, predictions, source_of
 from studies.validation.made_up import Findings
+from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, read_rows
-from zosim.applications.validation.site import Sites
 
 
 def test_the_report_has_groups_and_sources_and_a_plot(tmp_path: Path, capsys) -> None:
@@ -37,10 +37,10 @@ def test_constants_are_judged_by_sources_that_had_no_say(tmp_path: Path, capsys)
         for size in (2**30, 2**31)
     ]
     rows.write_text("kind,hardware,source,ranks,bytes,measured\n" + "\n".join(lines) + "\n")
-    sites = Sites(tmp_path)
+    measured_machines = MeasuredMachines(tmp_path)
     counted = read_rows(rows)
     chosen = next(item for item in CHOSEN if item.name == "one message's part")
-    by_source, by_machine = held_out(counted, sites, chosen, [source_of, machine_of])
+    by_source, by_machine = held_out(counted, measured_machines, chosen, [source_of, machine_of])
     assert [(item.left_out, item.num_rows, item.num_others) for item in by_source] == [
         ("one", 2, 2),
         ("two", 2, 2),
@@ -70,24 +70,24 @@ def test_every_chosen_constant_changes_something_and_is_put_back() -> None:
         "p2p": {"ranks": "2", "bytes": "100000000"},
         "all_reduce": {"ranks": "8", "bytes": "100000000"},
     }
-    sites = Sites()
+    measured_machines = MeasuredMachines()
     rows = [
         MeasuredRow({"kind": kind, "hardware": "dgx-h100", **cells}, kind) for kind, cells in kernels.items()
     ]
-    before = [outcome(row, sites) for row in rows]
+    before = [outcome(row, measured_machines) for row in rows]
     for chosen in CHOSEN:
         concerned = [row for row in rows if chosen.concerns(row)]
-        output = predictions(concerned, sites, chosen)
+        output = predictions(concerned, measured_machines, chosen)
         if concerned:
             assert any(output[1.0][row.name] != output[chosen.neutral][row.name] for row in concerned), (
                 chosen.name
             )
-    assert [outcome(row, sites.renewed()) for row in rows] == before
+    assert [outcome(row, measured_machines.renewed()) for row in rows] == before
 
 
 def test_made_up_rows_show_what_no_measurement_is_needed_for(monkeypatch, tmp_path: Path) -> None:
-    sites = Sites(tmp_path)
-    asked = Findings(sites)
+    measured_machines = MeasuredMachines(tmp_path)
+    asked = Findings(measured_machines)
     asked.sweep("copy", "a100-80gb-milan", "bytes", (2**20, 2**21, 2**22), direction="h2d")
     asked.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
     assert (asked.num_rows, asked.found.total()) == (5, 0)

@@ -73,9 +73,9 @@ def test_weights_have_the_checkpoints_format_unless_another_is_named(
 
 def test_a_plan_simulated_on_other_hardware_says_which() -> None:
     decision = zosim.plan("opt-125m", "a100-80gb-milan", seq=16)
-    subject = zosim.simulate(decision, "h200-1x")
-    assert subject.plan.placement.topology == "h200-1x"
-    assert subject.step_time_s < decision.prediction.step_time_s
+    planned = zosim.simulate(decision, "h200-1x")
+    assert planned.plan.placement.topology == "h200-1x"
+    assert planned.step_time_s < decision.prediction.step_time_s
 
 
 def test_two_plans_are_compared_figure_by_figure(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_hopeless_machines_are_given_up_without_a_simulation(monkeypatch):
         raise AssertionError("simulated")
 
     hours = offers_of(market(by="hours"), "cpu-laptop")[0][0].cost.hours.value
-    monkeypatch.setattr("zosim.planning.predict.Subject.simulated", forbidden)
+    monkeypatch.setattr("zosim.planning.predict.PlannedRun.simulated", forbidden)
     offers, refused = offers_of(
         market(limits=BuyerLimits(deadline_hours=hours / 3)), "cpu-laptop", num_simulated=5
     )

@@ -289,8 +289,8 @@ def test_lower_writes_all_programs_or_one_ranks(plan_of_four: Path, tmp_path: Pa
 def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    subject = api.simulate(plan_of_four)
-    subject.simulated(num_steps=6).save(run / "timeline.json")
+    planned_run = api.simulate(plan_of_four)
+    planned_run.simulated(num_steps=6).save(run / "timeline.json")
     same = json.loads(call("compare", plan_of_four, run, "--json").stdout)
     assert abs(same["step_error"]) < 1e-9
     named = json.loads(call("compare", plan_of_four, run, "--rank", "2", "--json").stdout)

@@ -16,7 +16,7 @@ from tests.support.builders import RATE, instruction, pipeline, program, shared,
 from topology import load_preset
 from topology.errors import TimelineError
 from zosim.analysis.compare import compare
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Placement, Plan
 from zosim.program.instructions import Space
 from zosim.simulators.simulate import simulate
@@ -125,7 +125,7 @@ def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():
         batch=1,
         seq=64,
     )
-    calm, slow = (Subject(plan, topology, at_pace(known, ratio)) for ratio in (1.0, 1.4))
+    calm, slow = (PlannedRun(plan, topology, at_pace(known, ratio)) for ratio in (1.0, 1.4))
     measured = replace(slow.simulated(num_steps=4).expanded(), source="measured")
     assert calm.at_pace_of(measured) is None
     measured = replace(measured, reference_s=1.4e-4)
@@ -137,7 +137,7 @@ def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():
     console.print(found.summary_table())
     assert f"{found.at_pace.slower:.0%} slower than calibrated" in console.file.getvalue()
     assert slow.at_pace_of(replace(measured, reference_s=1e-4)).slower < 0
-    assert Subject(plan, topology, full).at_pace_of(measured) is None
+    assert PlannedRun(plan, topology, full).at_pace_of(measured) is None
 
 
 def test_timelines_of_different_programs_are_refused():

@@ -19,7 +19,7 @@ from zosim.applications.evidence.anonymous import MACHINE, refuse_private
 from zosim.applications.evidence.command import app
 from zosim.applications.evidence.file import Evidence, EvidenceError, MeasuredRun, check, evidence_of
 from zosim.applications.evidence.learning import learned, measurements_of
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.timeline import Timeline
 
@@ -47,21 +47,21 @@ def plan_of(topology="cpu-laptop", device="cpu0", **fields):
     )
 
 
-def subject_of(topology=None, **fields):
+def planned_run_of(topology=None, **fields):
     topology = topology or load_preset("cpu-laptop")
-    return Subject(plan_of(topology.name, **fields), topology, datasheet_profile(topology, "cpu0"))
+    return PlannedRun(plan_of(topology.name, **fields), topology, datasheet_profile(topology, "cpu0"))
 
 
-def run_of(subject, folder, *, times=SLOWER, num_steps=6, num_threads=8):
+def run_of(planned, folder, *, times=SLOWER, num_steps=6, num_threads=8):
     """Write the directory of a run in which everything takes `times` as long as predicted."""
     folder.mkdir()
-    simulated = subject.simulated(num_steps=num_steps).expanded()
+    simulated = planned.simulated(num_steps=num_steps).expanded()
     data = json.loads(simulated.to_json()) | {"source": "measured", "tokens_per_step": 20.5}
     for span in data["spans"]:
         span |= {"start_s": span["start_s"] * times, "end_s": span["end_s"] * times, "limiter": ""}
     (folder / "timeline.json").write_text(json.dumps(data))
-    subject.plan.save(folder / "plan.json")
-    subject.programs.save(folder / "program.json")
+    planned.plan.save(folder / "plan.json")
+    planned.programs.save(folder / "program.json")
     header = {"version": 1, "num_threads": num_threads, "torch": "2.13.0", "trainable": ["secret.weight"]}
     (folder / "run.json").write_text(json.dumps(header))
     return folder
@@ -69,8 +69,8 @@ def run_of(subject, folder, *, times=SLOWER, num_steps=6, num_threads=8):
 
 @pytest.fixture
 def made(tmp_path):
-    subject = subject_of()
-    return evidence_of(run_of(subject, tmp_path / "run"), subject)
+    planned = planned_run_of()
+    return evidence_of(run_of(planned, tmp_path / "run"), planned)
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def test_any_other_machine_loses_its_names_and_still_predicts_the_same(tmp_path)
     )
     topology = private
     plan = plan_of("rack-7.acme.example", "acme-cpu0")
-    subject = Subject(plan, topology, datasheet_profile(topology, "acme-cpu0"))
-    evidence = evidence_of(run_of(subject, tmp_path / "run"), subject)
+    planned = PlannedRun(plan, topology, datasheet_profile(topology, "acme-cpu0"))
+    evidence = evidence_of(run_of(planned, tmp_path / "run"), planned)
     evidence.save(tmp_path / "evidence.json")
     text = (tmp_path / "evidence.json").read_text()
     for word in ("acme", "basement", "grant", "rack-7"):
         assert word not in text
     assert evidence.topology.name == MACHINE
-    assert evidence.prediction.step_time_s == pytest.approx(subject.prediction.step_time_s)
+    assert evidence.prediction.step_time_s == pytest.approx(planned.prediction.step_time_s)
     assert all(finding.holds for finding in check(Evidence.load(tmp_path / "evidence.json")))
 
 
@@ -232,14 +232,14 @@ def test_a_run_learns_what_its_spans_say(made):
     for constant in fitted.constants:
         if constant.name in report.identified and constant.is_rate:
             assert constant.value < values[constant.name]  # everything took longer
-    again = Subject(made.plan, made.topology, fitted, made.program_set).timeline.step_time_s
+    again = PlannedRun(made.plan, made.topology, fitted, made.program_set).timeline.step_time_s
     before = abs(made.prediction.step_time_s - made.measurement.step_time_s)
     assert abs(again - made.measurement.step_time_s) < before / 2
 
 
 def test_several_files_of_one_device_are_learned_from_together(file, made, tmp_path):
-    subject = subject_of()
-    longer = evidence_of(run_of(subject, tmp_path / "longer", num_steps=9), subject)
+    planned = planned_run_of()
+    longer = evidence_of(run_of(planned, tmp_path / "longer", num_steps=9), planned)
     longer.save(tmp_path / "longer.json")
     profile, report = learned([file, tmp_path / "longer.json"])
     assert len(report.residuals) == len(measurements_of(made)) + len(measurements_of(longer))
@@ -247,9 +247,9 @@ def test_several_files_of_one_device_are_learned_from_together(file, made, tmp_p
 
 
 def test_what_does_not_hold_or_is_of_another_device_teaches_nothing(file, tmp_path):
-    subject = subject_of()
-    other = Subject(
-        subject.plan, subject.topology, datasheet_profile(subject.topology, "cpu0", num_threads=2)
+    planned = planned_run_of()
+    other = PlannedRun(
+        planned.plan, planned.topology, datasheet_profile(planned.topology, "cpu0", num_threads=2)
     )
     evidence_of(run_of(other, tmp_path / "other", num_threads=2), other).save(tmp_path / "other.json")
     with pytest.raises(EvidenceError, match="with 2 threads"):
@@ -260,8 +260,8 @@ def test_what_does_not_hold_or_is_of_another_device_teaches_nothing(file, tmp_pa
 
 def test_spans_that_met_others_are_marked_and_not_learned_from(tmp_path):
     offloaded = {"residency": Residency(blocks="offloaded"), "schedule": Schedule(update="delayed")}
-    subject = subject_of(**offloaded)
-    evidence = evidence_of(run_of(subject, tmp_path / "run"), subject)
+    planned = planned_run_of(**offloaded)
+    evidence = evidence_of(run_of(planned, tmp_path / "run"), planned)
     found = {measurement.name.split()[0]: measurement for measurement in measurements_of(evidence)}
     assert found["forward"].num_samples > 1
     spans = list(evidence.timeline.periodic_spans())
@@ -287,7 +287,7 @@ def invoke(*arguments):
 
 
 def test_the_commands_make_and_check(tmp_path):
-    run, out = run_of(subject_of(), tmp_path / "run"), tmp_path / "evidence.json"
+    run, out = run_of(planned_run_of(), tmp_path / "run"), tmp_path / "evidence.json"
     result = invoke("make", run, "-o", out)
     assert result.exit_code == 0, result.exception
     assert "step time" in result.stdout
@@ -303,13 +303,13 @@ def test_the_commands_make_and_check(tmp_path):
 
 
 def test_a_run_on_other_threads_than_predicted_is_refused(tmp_path):
-    subject = subject_of()
+    planned = planned_run_of()
     with pytest.raises(EvidenceError, match="used 4 threads, but the profile is for 8") as caught:
-        evidence_of(run_of(subject, tmp_path / "run", num_threads=4), subject)
+        evidence_of(run_of(planned, tmp_path / "run", num_threads=4), planned)
     assert "--threads 4" in caught.value.hint
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    subject = subject_of()
+    planned = planned_run_of()
     with pytest.raises(EvidenceError, match="no run's header at"):
-        evidence_of(tmp_path, subject)
+        evidence_of(tmp_path, planned)

@@ -18,11 +18,11 @@ from zosim.analysis.counts import step_counts
 from zosim.applications.closed_form import step_time_bound_of
 from zosim.applications.first_order.options import first_order_of
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
-from zosim.applications.first_order.report import baseline_subject
+from zosim.applications.first_order.report import baseline_run
 from zosim.applications.first_order.settings import num_kept_at_once, turns
 from zosim.applications.trace import chrome_trace
 from zosim.cli import app
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Estimator, ForwardPass, Mesh, Placement, Plan, Split, Weights
 from zosim.program import Program
 from zosim.program.instructions import Stream
@@ -70,9 +70,9 @@ def plan_of(split_points=(), *, data=1, model="opt", batch=8, seq=16, **axes):
     )
 
 
-def subject_of(plan, order=None):
-    subject = Subject(plan, TOPOLOGY, datasheet_profile(TOPOLOGY, GPUS[0]))
-    return subject if order is None else baseline_subject(subject, order)
+def planned_run_of(plan, order=None):
+    planned = PlannedRun(plan, TOPOLOGY, datasheet_profile(TOPOLOGY, GPUS[0]))
+    return planned if order is None else baseline_run(planned, order)
 
 
 def settings_of(schedule="gpipe", num_microbatches=1, preset="sgd", recompute=False, sharding="none"):
@@ -104,7 +104,7 @@ def test_all_ranks_keep_the_rules(split_points, data, order):
 @settings(max_examples=4)
 @given(st.sampled_from(SPLIT_POINTS[1:]), st.sampled_from([1, 2]), ORDERS)
 def test_every_simulator_runs_them_alike(split_points, data, order):
-    world = subject_of(plan_of(split_points, data=data), order).world
+    world = planned_run_of(plan_of(split_points, data=data), order).world
     assert_same_run(world, 3)
     assert_same_step(world)
     step_s = periodic_step_s(world)
@@ -175,9 +175,9 @@ def even(programs: ProgramSet, forward_s: float, backward_s: float) -> ProgramSe
 def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     """(m + p - 1)/m times the work of a stage, where stages are even and messages free."""
     order, split_points = settings_of(schedule, num_microbatches), ("block.0", "block.1", "block.2")
-    subject = subject_of(plan_of(split_points), order)
-    listed = even(subject.programs, 1.0, 2.0)
-    one, machines = listed.program_of(0), subject.machines
+    planned = planned_run_of(plan_of(split_points), order)
+    listed = even(planned.programs, 1.0, 2.0)
+    one, machines = listed.program_of(0), planned.machines
     work = next(item for item in one.step if isinstance(item.op, Forward))
     pair = [
         next(item for item in one.step if isinstance(item.op, kind) and item.work.sweep_bytes)
@@ -185,7 +185,7 @@ def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     ]
     seconds = sum(machines[0].activity(one, item).seconds for item in pair)
     assert work.work.sweep_bytes
-    step_s = periodic_step_s(replace(subject, edited=listed).world)
+    step_s = periodic_step_s(replace(planned, edited=listed).world)
     expected_s = (num_microbatches + len(split_points)) * seconds
     assert step_s == pytest.approx(expected_s, rel=2e-3)  # messages are not quite free
 
@@ -217,11 +217,11 @@ def test_aq_sgd_sends_four_bits_there_and_eight_back():
 
 def test_aq_sgd_keeps_the_messages_of_every_sample_at_both_ends():
     order = settings_of(preset="aq-sgd").model_copy(update={"num_kept_samples": 500})
-    subject = subject_of(plan_of(("block.1.mlp",)), order)
-    parts = {part.name: part.size_bytes for taken in subject.footprints.ranks for part in taken.parts}
+    planned = planned_run_of(plan_of(("block.1.mlp",)), order)
+    parts = {part.name: part.size_bytes for taken in planned.footprints.ranks for part in taken.parts}
     assert parts["kept messages"] == 500 * 16 * (WIDTH + INNER) * 4
     fetched = [
-        item.id for item in subject.program.step if item.stream is Stream.H2D and item.label == "fetch"
+        item.id for item in planned.program.step if item.stream is Stream.H2D and item.label == "fetch"
     ]
     assert fetched == ["messages/fetch/out[m0]"]
 
@@ -255,39 +255,39 @@ def test_activations_are_those_of_korthikanti_et_al(schedule):
 
 @pytest.mark.parametrize("order", [settings_of("gpipe", 4), settings_of("1f1b", 4)], ids=["gpipe", "1f1b"])
 def test_the_memory_curve_never_exceeds_the_footprint(order):
-    subject = subject_of(plan_of(("block.1",)), order)
+    planned = planned_run_of(plan_of(("block.1",)), order)
     for rank in (0, 1):
-        peak = subject.timeline.peak_memory("device", rank)
-        listed = {part.name: part.size_bytes for part in subject.footprints.ranks[rank].parts}
-        counted = sum(listed[role] for role in (*device_parts(subject.programs, rank), "workspace"))
+        peak = planned.timeline.peak_memory("device", rank)
+        listed = {part.name: part.size_bytes for part in planned.footprints.ranks[rank].parts}
+        counted = sum(listed[role] for role in (*device_parts(planned.programs, rank), "workspace"))
         assert 0.7 * counted < peak.size_bytes <= counted
 
 
 @settings(max_examples=8)
 @given(st.sampled_from(SPLIT_POINTS), st.sampled_from([1, 2]), ORDERS)
 def test_a_step_takes_as_long_as_its_busiest_stream_and_no_longer_than_all_of_it(split_points, data, order):
-    subject = subject_of(plan_of(split_points, data=data), order)
+    planned = planned_run_of(plan_of(split_points, data=data), order)
     total, busiest = 0.0, 0.0
-    for rank, machine in enumerate(subject.machines):
-        program, busy = subject.programs.program_of(rank), {}
+    for rank, machine in enumerate(planned.machines):
+        program, busy = planned.programs.program_of(rank), {}
         for item in program.step:
             seconds = machine.activity(program, item).seconds
             busy[item.stream] = busy.get(item.stream, 0.0) + seconds
         total += sum(busy.values()) + machine.step_s()
         busiest = max(busiest, *busy.values())
-    assert busiest * (1 - 1e-9) <= subject.step_time_s <= total * (1 + 1e-9)
+    assert busiest * (1 - 1e-9) <= planned.step_time_s <= total * (1 + 1e-9)
 
 
 def test_replicas_sum_gradients_while_the_rest_goes_back():
     order = settings_of("gpipe", 2)
-    subject = subject_of(plan_of(("block.1",), data=2), order)
-    program = subject.programs.program_of(0)
+    planned = planned_run_of(plan_of(("block.1",), data=2), order)
+    program = planned.programs.program_of(0)
     sums = [item for item in program.step if item.label == "all_reduce"]
     assert {item.op.group for item in sums} == {"replicas", "ends"}
     # A ring's rank receives 2(n - 1)/n of the buffer: here as much as it has.
     blocks = [item for item in sums if item.op.group == "replicas" and item.segment.startswith("block")]
     assert [item.work.link_bytes for item in blocks] == [item.reads[0].size_bytes for item in blocks]
-    spans = {s.instruction: s for s in simulate_world(subject.world, num_steps=1).spans if s.rank == 0}
+    spans = {s.instruction: s for s in simulate_world(planned.world, num_steps=1).spans if s.rank == 0}
     assert spans["block.1/all_reduce[replicas]"].start_s < spans["block.0/backward[m1]"].end_s
 
 
@@ -303,10 +303,10 @@ def test_two_tables_are_not_summed():
 
 
 def test_programs_are_written_and_read_and_drawn(tmp_path):
-    subject = subject_of(plan_of(("block.1.mlp",)), settings_of("1f1b", 2, "aq-sgd"))
-    subject.programs.save(tmp_path / "programs.json")
-    assert ProgramSet.load(tmp_path / "programs.json") == subject.programs
-    names = {event["name"] for event in chrome_trace(subject.timeline)["traceEvents"]}
+    planned = planned_run_of(plan_of(("block.1.mlp",)), settings_of("1f1b", 2, "aq-sgd"))
+    planned.programs.save(tmp_path / "programs.json")
+    assert ProgramSet.load(tmp_path / "programs.json") == planned.programs
+    names = {event["name"] for event in chrome_trace(planned.timeline)["traceEvents"]}
     assert {"forward block.3", "backward block.3", "Memcpy DtoH keep block.1.front"} <= names
 
 
@@ -390,7 +390,7 @@ def test_replicas_that_share_weights_out_hold_a_part_and_gather_the_rest():
     for item in (*gathers, *sums):
         assert item.work.link_bytes == pytest.approx(size * 3 / 4, rel=0.05)
     # The weights of the next block come while one computes.
-    spans = {s.instruction: s for s in simulate_world(subject_of(plan, settings_of("gpipe", 2, "adam", sharding="full")).world, num_steps=1).spans if s.rank == 0}  # fmt: skip
+    spans = {s.instruction: s for s in simulate_world(planned_run_of(plan, settings_of("gpipe", 2, "adam", sharding="full")).world, num_steps=1).spans if s.rank == 0}  # fmt: skip
     assert spans["block.2/gather[forward:m0]"].start_s < spans["block.1/forward[m0]"].end_s
 
 
@@ -413,9 +413,9 @@ def test_recomputing_keeps_inputs_alone_and_runs_blocks_again():
 
 def test_options_of_a_first_order_step_change_what_they_say():
     def of(**stated):
-        subject = subject_of(plan_of((), data=2, batch=2, seq=1), first_order_of("adam", **stated))
-        swept = sum(item.work.sweep_bytes for item in subject.programs.program_of(0).step)
-        return subject.step_time_s, subject.footprints.largest.device_bytes, swept
+        planned = planned_run_of(plan_of((), data=2, batch=2, seq=1), first_order_of("adam", **stated))
+        swept = sum(item.work.sweep_bytes for item in planned.programs.program_of(0).step)
+        return planned.step_time_s, planned.footprints.largest.device_bytes, swept
 
     usual = of()
     recomputed, shared, unfused = of(recompute=True), of(sharding="full"), of(foreach=True)

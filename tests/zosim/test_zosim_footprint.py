@@ -9,7 +9,7 @@ from costmodel.memory import MemoryPart
 from topology import load_preset
 from zosim.hardware.profiles import profile_for
 from zosim.planning.footprint import ARENAS, Footprint, footprints
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Mesh, Placement, Plan, Residency, Schedule, Weights
 
 MIB = 2**20
@@ -45,7 +45,7 @@ def test_where_devices_are_cpus_the_host_gives_their_memory_too() -> None:
     assert ARENAS in taken.fullest.describe()
 
 
-def offloaded(transfers: str) -> Subject:
+def offloaded(transfers: str) -> PlannedRun:
     """OPT-125M from the host's memory to two GPUs."""
     topology = load_preset("rtx4090-2x")
     plan = Plan(
@@ -58,15 +58,15 @@ def offloaded(transfers: str) -> Subject:
         schedule=Schedule(update="delayed"),
         residency=Residency(blocks="offloaded", transfers=transfers),
     )
-    return Subject(plan, topology, profile_for(topology, "gpu0"))
+    return PlannedRun(plan, topology, profile_for(topology, "gpu0"))
 
 
 @pytest.mark.parametrize("transfers", ["private", "shared", "sliced"])
 def test_a_host_holds_one_copy_of_the_blocks_or_one_per_rank(transfers: str) -> None:
-    subject = offloaded(transfers)
-    model = subject.plan.model
+    planned = offloaded(transfers)
+    model = planned.plan.model
     blocks = sum(group.num_parameters for group in model.param_groups if group.name.startswith("block."))
-    weights = next(part for part in subject.footprints.fullest.parts if part.name == "weights")
+    weights = next(part for part in planned.footprints.fullest.parts if part.name == "weights")
     copies = 2 if transfers == "private" else 1
     # Alignment adds less than 256 bytes to each of the sixteen tensors of a block.
     assert (

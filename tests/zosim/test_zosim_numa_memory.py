@@ -9,7 +9,7 @@ from tests.support.requests import request_for
 from topology import Topology, from_nvidia_smi_topo, load_preset
 from topology.errors import DoesNotFit
 from zosim.planning.planner import Decision, choose
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 
 GIB = 2**30
 PCIE4, XGMI = 31.508e9 * 0.8, 24e9  # of one link of x16, and between two sockets
@@ -37,10 +37,10 @@ def test_what_one_domain_does_not_hold_lies_in_the_next() -> None:
     """756 GiB of Llama-3.1-405B on 2 TiB in four domains: 512 GiB near the GPU, a third of it across the sockets' link."""
     topology = host(4, "2 TiB", "800 GB/s")
     decision = decided(topology, "llama-3.1-405b", fixed={"weights": {"dtype": "bfloat16"}})
-    subject = decision.chosen.subject
-    needed = subject.footprints.hosts[0].size_bytes
+    planned = decision.chosen.planned
+    needed = planned.footprints.hosts[0].size_bytes
     assert needed > 512 * GIB
-    assert subject.far_shares == {0: pytest.approx(1 - 512 * GIB / needed)}
+    assert planned.far_shares == {0: pytest.approx(1 - 512 * GIB / needed)}
     words = " ".join(decision.reasons)
     assert "more than dram0 next to gpu0 has, 512 GiB" in words
     assert "copies reach at 24 GB/s" in words
@@ -69,28 +69,28 @@ def test_copies_take_the_time_of_both_ways(socket_bytes_per_s: float, wire: str)
         for link in topology.links
     ]
     slow = topology.model_copy(update={"links": tuple(links)})
-    subject = decided(slow).chosen.subject
-    (far,) = subject.far_shares.values()
-    assert far == pytest.approx(1 - 16 * GIB / subject.footprints.hosts[0].size_bytes)
-    near_only = Subject(subject.plan, host(2, "64 GiB", "400 GB/s"), subject.profile)
+    planned = decided(slow).chosen.planned
+    (far,) = planned.far_shares.values()
+    assert far == pytest.approx(1 - 16 * GIB / planned.footprints.hosts[0].size_bytes)
+    near_only = PlannedRun(planned.plan, host(2, "64 GiB", "400 GB/s"), planned.profile)
     assert near_only.far_shares == {}
     expected = 1 - far + far * max(PCIE4 / socket_bytes_per_s, 1.0)
-    uploads = [dict(each.timeline.seconds_by_label(0))["upload"] for each in (subject, near_only)]
+    uploads = [dict(each.timeline.seconds_by_label(0))["upload"] for each in (planned, near_only)]
     assert uploads[0] / uploads[1] == pytest.approx(
         expected, rel=0.02
     )  # latency of copies is no part of the ways
-    assert subject.machines[0].wires["h2d"] == wire
+    assert planned.machines[0].wires["h2d"] == wire
 
 
 def test_both_simulators_see_the_far_domain() -> None:
-    subject = decided(host(2, "32 GiB", "400 GB/s")).chosen.subject
-    other = Subject(subject.plan, subject.topology, subject.profile, simulator="simpy")
-    assert other.step_time_s == pytest.approx(subject.step_time_s, rel=1e-9)
+    planned = decided(host(2, "32 GiB", "400 GB/s")).chosen.planned
+    other = PlannedRun(planned.plan, planned.topology, planned.profile, simulator="simpy")
+    assert other.step_time_s == pytest.approx(planned.step_time_s, rel=1e-9)
 
 
 def test_ranks_of_both_domains_share_all_of_the_memory() -> None:
     decision = decided(host(2, "64 GiB", "400 GB/s"), method="auto", max_ranks=2)
-    assert all(candidate.subject.far_shares == {} for candidate in (decision.chosen,))
+    assert all(candidate.planned.far_shares == {} for candidate in (decision.chosen,))
 
 
 def test_a_host_too_small_says_which_domains_and_whether_they_are_assumed() -> None:

@@ -10,7 +10,7 @@ from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
 from zosim.planning.planner import Request, choose, placements
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import ForwardPass, Plan, Residency, Weights
 
 GIB = 2**30
@@ -27,7 +27,7 @@ def request(
 
 
 def simulated_s(asked: Request, plan: Plan) -> float:
-    return Subject(plan, asked.hardware.topology, asked.hardware.profile).timeline.step_time_s
+    return PlannedRun(plan, asked.hardware.topology, asked.hardware.profile).timeline.step_time_s
 
 
 @pytest.mark.crossed(quick=2)
@@ -74,7 +74,7 @@ def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
     free, tight = choose(request()), choose(request(max_device_bytes=2 * GIB))
     assert free.chosen.plan.residency.blocks == "resident"
     assert tight.chosen.plan.residency.blocks == "offloaded"
-    assert tight.chosen.subject.footprint.device_bytes <= 2 * GIB
+    assert tight.chosen.planned.footprint.device_bytes <= 2 * GIB
     assert any("would be faster but does not fit" in reason for reason in tight.reasons)
 
 
@@ -97,12 +97,12 @@ def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
     from zosim.program.instructions import Space
 
     for limit in (None, 2 * GIB):
-        subject = choose(request(max_device_bytes=limit)).chosen.subject
-        simulated = subject.timeline.peak_memory(Space.DEVICE).size_bytes
+        planned = choose(request(max_device_bytes=limit)).chosen.planned
+        simulated = planned.timeline.peak_memory(Space.DEVICE).size_bytes
         runtime = sum(
-            p.size_bytes for p in subject.footprint.parts if p.name in ("runtime context", "allocator slack")
+            p.size_bytes for p in planned.footprint.parts if p.name in ("runtime context", "allocator slack")
         )
-        declared = subject.footprint.device_bytes - runtime
+        declared = planned.footprint.device_bytes - runtime
         assert simulated <= declared <= 1.1 * simulated
 
 

@@ -70,7 +70,7 @@ def test_the_planner_slices_where_that_pays_alone() -> None:
 def test_the_choice_is_the_best_of_a_full_search() -> None:
     asked = request("rtx4090-2x", batch=3, seq=256, fixed={"residency": {"num_staging_buffers": 2}})
     decision = choose(asked)
-    every = [candidate.subject.step_time_s for candidate in (decision.chosen, *decision.others)]
+    every = [candidate.planned.step_time_s for candidate in (decision.chosen, *decision.others)]
     assert decision.chosen.seconds <= min(every) * (1 + 1e-3)
     assert decision.chosen.plan.mesh.world_size > 1
 
@@ -78,7 +78,7 @@ def test_the_choice_is_the_best_of_a_full_search() -> None:
 def test_bounds_of_meshes_are_bounds() -> None:
     decision = choose(request("rtx4090-2x", batch=3, seq=64))
     for candidate in (decision.chosen, *decision.others[::4]):
-        assert candidate.bound.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
+        assert candidate.bound.seconds <= candidate.planned.step_time_s * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_several_ranks_share_a_cpu_and_its_cores_only_where_asked() -> None:
     assert [mesh.world_size for mesh in meshes(alone)] == [1]
     two = choose(request("cpu-laptop", mesh=Mesh(data=2))).chosen
     assert two.plan.placement.devices == ("cpu0", "cpu0")
-    assert {profile.num_threads for profile in two.subject.rank_profiles} == {4}
+    assert {profile.num_threads for profile in two.planned.rank_profiles} == {4}
 
 
 def test_a_gpu_takes_one_rank() -> None:

@@ -71,7 +71,7 @@ def test_bounds_of_candidates_are_below_what_is_simulated():
     )
     assert {candidate.plan.schedule.traversal for candidate in listed} == {"sweep", "blockwise"}
     for candidate in listed:
-        assert candidate.seconds <= candidate.subject.step_time_s * (1 + 1e-9)
+        assert candidate.seconds <= candidate.planned.step_time_s * (1 + 1e-9)
 
 
 def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
@@ -203,13 +203,13 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_bounda
     )
     asked = asked.over(set_in(estimator={"num_queries": 2, "difference": difference}))
     decision = choose(asked)
-    subject = decision.chosen.subject
-    found = pipelining(subject)
+    planned = decision.chosen.planned
+    found = pipelining(planned)
     # (P + 1)(M - 1) and 2P(M - 1), for P = 2 and M = 3.
     assert sum(boundary.num_messages for boundary in found.boundaries) == 2 * per_boundary
     assert any(f"{2 * per_boundary} by SparQ's count" in reason for reason in decision.reasons)
     # The residual stream, 4 sequences of 64 tokens in float32, and a header.
-    least = 4 * 64 * subject.plan.model.hidden_size * 4
+    least = 4 * 64 * planned.plan.model.hidden_size * 4
     for boundary in found.boundaries:
         assert (
             least

@@ -68,7 +68,7 @@ def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None
     staged = [c for c in (decision.chosen, *decision.others) if c.plan.mesh.stage > 1]
     assert staged
     for candidate in staged:
-        simulated_s = candidate.subject.step_time_s
+        simulated_s = candidate.planned.step_time_s
         assert candidate.bound.seconds <= simulated_s * (1 + 1e-9)
         # What ranks of one host take from each other is all that a bound leaves out.
         assert candidate.bound.seconds >= 0.8 * simulated_s

@@ -17,10 +17,10 @@ from topology.clusters import cluster
 from topology.documents import dump, load_preset, preset_names
 from topology.errors import ZosimError
 from zosim.applications.validation.learning import learned_from_rows
+from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.predicting import PREDICTORS, outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, columns_of, joined, read_rows
-from zosim.applications.validation.site import Sites
 from zosim.cli import app
 
 PRESET = "a100-80gb-milan"
@@ -73,7 +73,7 @@ def _row(kind: str, /, **changes: str) -> MeasuredRow:
 
 
 def _forecast(kind: str, /, **changes: str) -> Forecast:
-    printed = outcome(_row(kind, **changes), Sites())
+    printed = outcome(_row(kind, **changes), MeasuredMachines())
     assert isinstance(printed, Forecast), printed
     return printed
 
@@ -141,7 +141,7 @@ def test_a_row_does_not_need_what_was_measured() -> None:
     ],
 )
 def test_what_cannot_be_predicted_says_why(kind: str, changes: dict[str, str], word: str) -> None:
-    printed = outcome(_row(kind, **changes), Sites())
+    printed = outcome(_row(kind, **changes), MeasuredMachines())
     assert isinstance(printed, str)
     assert word in printed
 
@@ -270,7 +270,7 @@ def test_a_gpu_without_units_for_bfloat16_multiplies_it_in_float32_and_stores_sc
 
 
 def test_floats_of_8_bits_need_units_for_them() -> None:
-    assert "no units for floats of 8 bits" in str(outcome(_row("matmul", dtype="fp8"), Sites()))
+    assert "no units for floats of 8 bits" in str(outcome(_row("matmul", dtype="fp8"), MeasuredMachines()))
     half = _forecast("matmul", hardware="h100-80gb-pcie").predicted
     assert 1.4 < half / _forecast("matmul", hardware="h100-80gb-pcie", dtype="fp8").predicted <= 2
 
@@ -288,7 +288,7 @@ def test_integers_of_8_bits_are_multiplied_faster_where_there_are_units_for_them
     device = machine["devices"]["t4"]
     del device["peak_dense"]["int8"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(machine), encoding="utf-8")
-    mine = outcome(_row("matmul", hardware="mine.yaml", dtype="int8"), Sites(folder=tmp_path))
+    mine = outcome(_row("matmul", hardware="mine.yaml", dtype="int8"), MeasuredMachines(folder=tmp_path))
     assert isinstance(mine, Forecast)
     assert mine.predicted == _forecast("matmul", hardware="t4", dtype="int8").predicted
 
@@ -299,7 +299,7 @@ def test_hosts_with_fewer_ranks_let_fewer_rings_through(tmp_path: Path) -> None:
     times = {}
     for ranks in (8, 12, 16):
         row = _row("all_reduce", hardware="two.yaml", ranks=str(ranks), bytes="1073741824")
-        printed = outcome(row, Sites(folder=tmp_path))
+        printed = outcome(row, MeasuredMachines(folder=tmp_path))
         assert isinstance(printed, Forecast), printed
         times[ranks] = printed.predicted
     assert times[8] < times[16] < times[12] < 2.1 * times[16]
@@ -376,9 +376,9 @@ def test_a_file_without_the_columns_is_refused_in_words(tmp_path: Path, text: st
 
 
 def test_a_row_that_no_machine_could_run_does_not_take_the_others_along() -> None:
-    printed = outcome(_row("matmul", m=str(10**17), n=str(10**17), k=str(10**17)), Sites())
+    printed = outcome(_row("matmul", m=str(10**17), n=str(10**17), k=str(10**17)), MeasuredMachines())
     assert isinstance(printed, str | Forecast)
-    printed = outcome(_row("attention", heads=str(10**17), seq=str(10**17)), Sites())
+    printed = outcome(_row("attention", heads=str(10**17), seq=str(10**17)), MeasuredMachines())
     assert isinstance(printed, str | Forecast)
 
 
@@ -489,7 +489,7 @@ GPU_PRESETS = [
 def test_no_kernel_beats_the_peak_or_the_memory_of_its_device(name: str) -> None:
     topology = load_preset(name)
     spec = topology.device_spec(topology.compute_devices[0].id)
-    sites, memory = Sites(), spec.memory_bandwidth_bytes_per_s
+    measured_machines, memory = MeasuredMachines(), spec.memory_bandwidth_bytes_per_s
     peak = spec.peak_flop_per_s("fp16")
 
     def least_s(kind: str, **cells: object) -> float:
@@ -497,7 +497,7 @@ def test_no_kernel_beats_the_peak_or_the_memory_of_its_device(name: str) -> None
             {"kind": kind, "hardware": name, "dtype": "float16", **{k: str(v) for k, v in cells.items()}},
             "here",
         )
-        printed = outcome(row, sites)
+        printed = outcome(row, measured_machines)
         assert isinstance(printed, Forecast), printed
         assert printed.low <= printed.predicted <= printed.high
         return printed.predicted
@@ -530,7 +530,7 @@ _CACHED = 50 * 2**20
 
 def test_a_table_of_kernels_teaches_a_profile_and_says_what_by_whom(tmp_path: Path) -> None:
     """Products that take a third longer than said, by one source, and copies at half the rate, by another."""
-    sites, lines = Sites(), []
+    measured_machines, lines = MeasuredMachines(), []
     for m, n in ((4096, 4096), (8192, 8192), (8192, 4096), (2048, 8192)):
         cells = {**MATMUL, "m": str(m), "n": str(n), "source": "one"}
         lines.append(cells | {"measured": str(1.33 * _forecast("matmul", **cells).predicted)})
@@ -548,7 +548,7 @@ def test_a_table_of_kernels_teaches_a_profile_and_says_what_by_whom(tmp_path: Pa
     with pytest.raises(ZosimError, match="no measured kernel or copy of dgx-1v"):
         learned_from_rows(path, "dgx-1v")
     profile, report, lessons = learned_from_rows(path, PRESET)
-    before = sites.of(PRESET).profile
+    before = measured_machines.of(PRESET).profile
     printed = {lesson.name: lesson for lesson in lessons}
     rate, copying = "matmul_rate.float16", "copy_h2d_bandwidth"
     assert profile.constant(rate).value == pytest.approx(before.constant(rate).value / 1.33, rel=0.05)

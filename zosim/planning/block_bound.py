@@ -13,7 +13,7 @@ A sketch of the twelve blocks of OPT-125M is made of the instructions of two. Wi
 >>> from costmodel import read_model_spec
 >>> from costmodel.devices.datasheet import datasheet_profile
 >>> from topology import load_preset
->>> from zosim.planning.predict import Subject
+>>> from zosim.planning.predict import PlannedRun
 >>> from zosim.plans import Placement, Residency
 >>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-125m")
 >>> place, profile = (
@@ -22,8 +22,8 @@ A sketch of the twelve blocks of OPT-125M is made of the instructions of two. Wi
 ... )
 >>> plan = Plan(model=model, batch=1, seq=128, placement=place, residency=Residency(blocks="offloaded"))
 >>> bound = BlockBounder(model).bound(plan, 0, Machine.from_topology(topology, "gpu0", profile))
->>> subject = Subject(plan, topology, profile)
->>> round(bound.period_s / subject.step_time_s, 9), bound.footprint == subject.footprint
+>>> planned = PlannedRun(plan, topology, profile)
+>>> round(bound.period_s / planned.step_time_s, 9), bound.footprint == planned.footprint
 (1.0, True)
 """
 

@@ -85,7 +85,7 @@ class Bounds:
         self._request = request
         self._bounder = BlockBounder(request.config.spec)
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
-        self._sites: dict[tuple[Mesh, Placement], _RankClasses] = {}
+        self._known_classes: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
@@ -93,27 +93,27 @@ class Bounds:
         """Return the bound of a plan for the request."""
         # Plans of one mesh differ in what ranks do, not in which ranks are alike.
         key = (plan.mesh, plan.placement)
-        if key not in self._sites:
-            self._sites[key] = self._rank_classes(plan)
-        site = self._sites[key]
+        if key not in self._known_classes:
+            self._known_classes[key] = self._rank_classes(plan)
+        classes = self._known_classes[key]
         machines = self._machines(plan)
-        block_bounds = [self._bounder.bound(plan, rank, machines[rank]) for rank in site.ranks]
+        block_bounds = [self._bounder.bound(plan, rank, machines[rank]) for rank in classes.ranks]
         of_type = [bound.footprint for bound in block_bounds]
         hosts = [
             HostFootprint.of(host, [rank for rank, _ in members], [of_type[kind] for _, kind in members])
-            for host, members in site.hosts.items()
+            for host, members in classes.hosts.items()
         ]
         taken = Footprints(tuple(of_type), tuple(hosts))
         # The slowest rank holds up all others.
         longest = max(block_bounds, key=lambda bound: bound.period_s)
-        lacks = list(self._missing(plan, site, taken))
+        lacks = list(self._missing(plan, classes, taken))
         return Bound(
             max(
                 longest.period_s,
                 self._bounder.pipeline_s(plan, plan.mesh.pipelines[0], machines)
                 if plan.num_stages > 1
                 else 0.0,
-                self._shared_s(plan, site, block_bounds),
+                self._shared_s(plan, classes, block_bounds),
             ),
             longest.num_instructions,
             taken,
@@ -156,12 +156,12 @@ class Bounds:
             alike.setdefault(built, host)
         return _RankClasses(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
 
-    def _shared_s(self, plan: Plan, site: _RankClasses, block_bounds: Sequence[BlockBound]) -> float:
+    def _shared_s(self, plan: Plan, classes: _RankClasses, block_bounds: Sequence[BlockBound]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""
         machines = self._machines(plan)
         # A shared link is busy for the sum of what its ranks take of it, however they are ordered.
         fullest_s = 0.0
-        for members in site.hosts.values():
+        for members in classes.hosts.values():
             busy_s: dict[str, float] = defaultdict(float)
             for rank, kind in members:
                 amounts, capacities = block_bounds[kind].loads, machines[rank].capacities
@@ -170,10 +170,10 @@ class Bounds:
             fullest_s = max(fullest_s, *busy_s.values())
         return fullest_s
 
-    def _missing(self, plan: Plan, site: _RankClasses, taken: Footprints) -> Iterator[tuple[str, int]]:
+    def _missing(self, plan: Plan, classes: _RankClasses, taken: Footprints) -> Iterator[tuple[str, int]]:
         """Yield what of the devices and the hosts does not suffice, in words and in bytes that lack."""
         request, devices = self._request, plan.placement.devices
-        for memory, rank in zip(taken.ranks, site.ranks, strict=True):
+        for memory, rank in zip(taken.ranks, classes.ranks, strict=True):
             limit = request.device_limit_bytes(devices[rank])
             # One device that is too small is enough to say.
             if memory.device_bytes > limit:

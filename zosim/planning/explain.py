@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from costmodel.devices.gpus import is_widened
 from topology.units import format_bandwidth, format_bytes, format_seconds
 from zosim.planning.pipelining import about_stages
-from zosim.planning.predict import Contention, Prediction, Subject
+from zosim.planning.predict import Contention, PlannedRun, Prediction
 from zosim.planning.request import HOW_TO_STATE_MEMORY
 from zosim.plans import Plan
 
@@ -41,9 +41,9 @@ def reasons(
     if chosen.plan.mesh.world_size > 1:
         yield from about_ranks(chosen.plan, prediction)
     if chosen.plan.num_stages > 1:
-        yield from about_stages(chosen.subject)
-    yield from about_host_memory(chosen.subject)
-    yield from about_formats(chosen.subject)
+        yield from about_stages(chosen.planned)
+    yield from about_host_memory(chosen.planned)
+    yield from about_formats(chosen.planned)
     yield from _about_quantization(chosen, others)
     if chosen.plan.points_are_adapters:
         yield from _about_adapters(chosen.plan)
@@ -52,13 +52,13 @@ def reasons(
         yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
 
 
-def about_host_memory(subject: Subject) -> Iterator[str]:
+def about_host_memory(planned: PlannedRun) -> Iterator[str]:
     """Yield which NUMA domains a plan's copies reach, if not the nearest alone, and whether their bandwidth is assumed."""
-    if not subject.plan.is_offloaded:
+    if not planned.plan.is_offloaded:
         return
-    topology, devices = subject.topology, subject.plan.placement.devices
-    for rank, share in list(subject.far_shares.items())[:1]:
-        machine = subject.machines[rank]
+    topology, devices = planned.topology, planned.plan.placement.devices
+    for rank, share in list(planned.far_shares.items())[:1]:
+        machine = planned.machines[rank]
         rate = min(machine.capacities[name] for name in machine.far_routes["h2d"])
         near = topology.host_memory(devices[rank])
         yield (
@@ -135,9 +135,9 @@ def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
         )
 
 
-def about_formats(subject: Subject) -> Iterator[str]:
+def about_formats(planned: PlannedRun) -> Iterator[str]:
     """Yield for each device without units for the format of the products what torch does there."""
-    plan, topology = subject.plan, subject.topology
+    plan, topology = planned.plan, planned.topology
     dtype = plan.compute_dtype
     specs = {
         topology.device_spec(device).name: topology.device_spec(device) for device in plan.placement.devices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from topology.units import format_bytes
 from zosim.analysis.counts import step_counts
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.program.instructions import Stream
 from zosim.program.operations import Send
 
@@ -51,15 +51,15 @@ class Pipelining:
     num_losses: int
 
 
-def pipelining(subject: Subject) -> Pipelining:
+def pipelining(planned: PlannedRun) -> Pipelining:
     """Return the figures of a plan with several stages."""
-    plan = subject.plan
+    plan = planned.plan
     traffic = []
     for number, split_point in enumerate(plan.split_points):
         sends = [
             item
             for part in plan.mesh.pipelines
-            for item in subject.programs.program_of(part[number]).step
+            for item in planned.programs.program_of(part[number]).step
             if isinstance(item.op, Send)
         ]
         traffic.append(
@@ -71,25 +71,25 @@ def pipelining(subject: Subject) -> Pipelining:
             )
         )
     first = plan.mesh.pipelines[0]
-    bubbles = tuple(1 - _working(subject, rank) for rank in first)
+    bubbles = tuple(1 - _working(planned, rank) for rank in first)
     return Pipelining(bubbles, tuple(traffic), len(plan.points))
 
 
-def _working(subject: Subject, rank: int) -> float:
+def _working(planned: PlannedRun, rank: int) -> float:
     """Return the part of a step for which a rank works; what its peers take of shared resources is no work of its own."""
-    program, machine = subject.programs.program_of(rank), subject.machines[rank]
+    program, machine = planned.programs.program_of(rank), planned.machines[rank]
     # Two streams overlap, so their seconds cannot be added up: the timeline says when either works.
     if any(item.stream == Stream.SAMPLE for item in program.step):
-        return subject.timeline_of(rank).busy((Stream.COMPUTE, Stream.SAMPLE), rank)
+        return planned.timeline_of(rank).busy((Stream.COMPUTE, Stream.SAMPLE), rank)
     compute_s = sum(
         machine.activity(program, item).seconds for item in program.step if item.stream == Stream.COMPUTE
     )
-    return compute_s / subject.step_time_s
+    return compute_s / planned.step_time_s
 
 
-def about_stages(subject: Subject) -> Iterator[str]:
+def about_stages(planned: PlannedRun) -> Iterator[str]:
     """Yield how long stages idle and what crosses, in words."""
-    plan, figures, counts = subject.plan, pipelining(subject), step_counts(subject.programs)
+    plan, figures, counts = planned.plan, pipelining(planned), step_counts(planned.programs)
     idle = ", ".join(f"{max(share, 0.0):.0%}" for share in figures.bubbles)
     yield f"bubble: the stages' compute is idle for {idle} of a step"
     for boundary in figures.boundaries:

@@ -18,7 +18,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.explain import ALIKE, about_split_points, reasons
 from zosim.planning.footprint import Footprints
-from zosim.planning.predict import Prediction, Subject
+from zosim.planning.predict import PlannedRun, Prediction
 from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
 from zosim.planning.space import placements, too_few_ranks
 from zosim.planning.split_options import sparsest_near_the_middle
@@ -43,7 +43,7 @@ class Candidate:
 
     Attributes
     ----------
-    subject : Subject
+    planned : PlannedRun
     bound : Bound
         What was known of it before it was lowered.
     seconds : float
@@ -51,7 +51,7 @@ class Candidate:
     is_simulated : bool
     """
 
-    subject: Subject
+    planned: PlannedRun
     bound: Bound
     seconds: float
     is_simulated: bool = False
@@ -59,7 +59,7 @@ class Candidate:
     @property
     def plan(self) -> Plan:
         """The plan."""
-        return self.subject.plan
+        return self.planned.plan
 
     @property
     def footprints(self) -> Footprints:
@@ -134,7 +134,7 @@ class Decision:
     @property
     def prediction(self) -> Prediction:
         """What it is predicted to do."""
-        return self.chosen.subject.prediction
+        return self.chosen.planned.prediction
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -223,8 +223,8 @@ def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterato
 
 def _candidate(request: Request, bounds: Bounds, plan: Plan) -> Candidate:
     bound, hardware = bounds.of(plan), request.hardware
-    subject = Subject(plan, hardware.topology, hardware.profile, profiles=hardware.profiles)
-    return Candidate(subject, bound, bound.seconds)
+    planned = PlannedRun(plan, hardware.topology, hardware.profile, profiles=hardware.profiles)
+    return Candidate(planned, bound, bound.seconds)
 
 
 def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
@@ -234,7 +234,7 @@ def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
     # In the order of bounds, so the first that cannot win ends the search.
     while waiting and waiting[0].seconds < _enough_s([candidate.seconds for candidate in simulated]):
         candidate = waiting.pop(0)
-        seconds = candidate.subject.step_time_s
+        seconds = candidate.planned.step_time_s
         simulated.append(replace(candidate, seconds=seconds, is_simulated=True))
     best = min(simulated, key=_IN_ORDER)
     others = [candidate for candidate in (*simulated, *waiting) if candidate is not best]

@@ -109,7 +109,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, repr=False)
-class Subject:
+class PlannedRun:
     """A plan on the hardware that it is predicted for, with its programs.
 
     Attributes
@@ -138,7 +138,7 @@ class Subject:
     simulator: Simulator = "lockstep"
 
     def __repr__(self) -> str:
-        return f"Subject({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
+        return f"PlannedRun({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
 
     def _repr_html_(self) -> str:
         from zosim.planning.views import simulation_view

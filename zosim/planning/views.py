@@ -12,7 +12,7 @@ from zosim.console import to_jsonable
 from zosim.planning.explain import about_formats, about_ranks, describe_contention
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision
-from zosim.planning.predict import Prediction, Subject
+from zosim.planning.predict import PlannedRun, Prediction
 from zosim.plans import Plan
 from zosim.report import Bullets, Report, Table
 
@@ -27,13 +27,13 @@ _NUM_REJECTED = 8
 
 def decision_view(decision: Decision) -> Report:
     """Return a decision: the candidates, the prediction of the best, and the reasons."""
-    prediction = prediction_view(decision.chosen.subject)
+    prediction = prediction_view(decision.chosen.planned)
     return Report("", *_candidates(decision), prediction, Bullets(decision.reasons))
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:
     """Return a decision as JSON knows it."""
-    return stages_data(decision.chosen.subject) | {
+    return stages_data(decision.chosen.planned) | {
         "plan": decision.chosen.plan.model_dump(mode="json"),
         "prediction": prediction_data(decision.prediction),
         "reasons": list(decision.reasons),
@@ -44,9 +44,9 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
-def prediction_view(subject: Subject) -> Table:
+def prediction_view(planned: PlannedRun) -> Table:
     """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
-    plan, prediction = subject.plan, subject.prediction
+    plan, prediction = planned.plan, planned.prediction
     limit, device, host = prediction.bottleneck, prediction.footprints.largest, prediction.footprints.fullest
     among = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
     several, pinned = plan.placement.world_size > 1, prediction.pinning
@@ -82,14 +82,14 @@ def prediction_view(subject: Subject) -> Table:
     return Table(("predicted", ""), facts)
 
 
-def simulation_view(subject: Subject) -> Report:
+def simulation_view(planned: PlannedRun) -> Report:
     """Return a prediction, and what several ranks cost each other."""
-    alone = subject.plan.placement.world_size == 1
-    notes = list(about_formats(subject))
-    notes += [] if alone else about_ranks(subject.plan, subject.prediction)
-    if subject.plan.num_stages > 1:
-        notes += about_stages(subject)
-    return Report("", prediction_view(subject), Bullets(notes))
+    alone = planned.plan.placement.world_size == 1
+    notes = list(about_formats(planned))
+    notes += [] if alone else about_ranks(planned.plan, planned.prediction)
+    if planned.plan.num_stages > 1:
+        notes += about_stages(planned)
+    return Report("", prediction_view(planned), Bullets(notes))
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class PlanComparison:
 
     Attributes
     ----------
-    first, second : Subject
+    first, second : PlannedRun
     """
 
-    first: Subject
-    second: Subject
+    first: PlannedRun
+    second: PlannedRun
 
     def to_json(self) -> str:
         """Return both predictions, and the second's figures over the first's."""
-        first, second = (prediction_data(subject.prediction) for subject in (self.first, self.second))
+        first, second = (prediction_data(planned.prediction) for planned in (self.first, self.second))
         ratios = {
             key: second[key] / first[key]
             for key in ("step_time_s", "tokens_per_s", "device_bytes", "host_bytes")
@@ -158,11 +158,11 @@ def _times(first: float | None, second: float | None) -> str:
     return f"{second / first:.3g}" if first and second else ""
 
 
-def stages_data(subject: Subject) -> dict[str, Any]:
+def stages_data(planned: PlannedRun) -> dict[str, Any]:
     """Return bubbles and traffic as JSON knows them; nothing for a plan of one stage."""
-    if subject.plan.num_stages == 1:
+    if planned.plan.num_stages == 1:
         return {}
-    return {"stages": pipelining(subject), "counts": step_counts(subject.programs).to_data()}
+    return {"stages": pipelining(planned), "counts": step_counts(planned.programs).to_data()}
 
 
 def prediction_data(prediction: Prediction) -> dict[str, Any]:

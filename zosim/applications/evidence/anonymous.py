@@ -18,7 +18,7 @@ from topology.documents import preset_names
 from topology.errors import ZosimError
 from topology.figures import Figure
 from topology.graph import Topology
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
@@ -38,15 +38,15 @@ class Anonymous:
     descriptions and where its figures come from; any other model is called by its family and size.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        name = subject.plan.placement.topology
+    def __init__(self, planned: PlannedRun) -> None:
+        self._planned = planned
+        name = planned.plan.placement.topology
         self._is_preset = name in preset_names()
 
     @cached_property
-    def subject(self) -> Subject:
+    def planned(self) -> PlannedRun:
         """The same plan, programs, profile and machine."""
-        plan, renamed = self._subject.plan, self._renamed
+        plan, renamed = self._planned.plan, self._renamed
         placement = plan.placement.model_copy(
             update={
                 "topology": plan.placement.topology if self._is_preset else MACHINE,
@@ -54,10 +54,10 @@ class Anonymous:
                 "hosts": tuple(renamed[host] for host in plan.placement.hosts),
             }
         )
-        return Subject(
+        return PlannedRun(
             plan.model_copy(update={"model": self._model, "placement": placement}),
             self._topology,
-            _without_sources(self._subject.profile),
+            _without_sources(self._planned.profile),
             self._programs,
         )
 
@@ -67,7 +67,7 @@ class Anonymous:
 
     @cached_property
     def _model(self) -> ModelSpec:
-        model = self._subject.plan.model
+        model = self._planned.plan.model
         if model.name in shipped_models():
             return model
         # Not model_copy, which would take the cached values along.
@@ -79,7 +79,7 @@ class Anonymous:
 
     @cached_property
     def _programs(self) -> ProgramSet:
-        programs = self._subject.programs
+        programs = self._planned.programs
         return replace(
             programs,
             programs=tuple(replace(item, name=self._program_name(item.name)) for item in programs.programs),
@@ -88,7 +88,7 @@ class Anonymous:
     @cached_property
     def _renamed(self) -> Mapping[str, str]:
         """New names of nodes: what they are, counted."""
-        nodes = self._subject.topology.nodes
+        nodes = self._planned.topology.nodes
         if self._is_preset:
             return {node.id: node.id for node in nodes}
         counted: Counter[str] = Counter()
@@ -100,7 +100,7 @@ class Anonymous:
 
     @cached_property
     def _topology(self) -> Topology:
-        topology, renamed = self._subject.topology, self._renamed
+        topology, renamed = self._planned.topology, self._renamed
         if self._is_preset:
             return topology
         data = topology.model_dump(mode="json")

@@ -35,10 +35,10 @@ def make(
     ran = run / "program.json"
     plan = Plan.load(run / "plan.json")
     used = threads or int(run_header(run)["num_threads"])
-    subject = api.simulate(
+    planned = api.simulate(
         plan, hardware, profile=profile, threads=used, program=ran if ran.exists() else None
     )
-    evidence = evidence_of(run, subject)
+    evidence = evidence_of(run, planned)
     evidence.save(output)
     stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
     comparison = evidence.comparison()

@@ -29,7 +29,7 @@ from topology.validation import FrozenModel, RuleError, readable
 from zosim.analysis.compare import Comparison, compare, slowest_rank
 from zosim.applications.evidence.anonymous import Anonymous, refuse_private
 from zosim.lowering import lower_all
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import Plan
 from zosim.program.instructions import Space
 from zosim.program.program_set import ProgramSet
@@ -71,9 +71,9 @@ class Predicted(FrozenModel):
     bottleneck: str
 
     @classmethod
-    def of(cls, subject: Subject) -> Predicted:
+    def of(cls, planned: PlannedRun) -> Predicted:
         """Return the prediction of a plan on its hardware."""
-        prediction = subject.prediction
+        prediction = planned.prediction
         return cls(
             step_time_s=prediction.step_time_s,
             low_s=prediction.low_s,
@@ -167,9 +167,9 @@ class Evidence(FrozenModel):
         return ProgramSet.from_data(self.programs, "in the evidence")
 
     @cached_property
-    def subject(self) -> Subject:
+    def planned(self) -> PlannedRun:
         """Plan, hardware and programs, to predict anew."""
-        return Subject(self.plan, self.topology, self.profile, self.program_set)
+        return PlannedRun(self.plan, self.topology, self.profile, self.program_set)
 
     @property
     def row(self) -> Row:
@@ -187,8 +187,8 @@ class Evidence(FrozenModel):
     def comparison(self) -> Comparison:
         """Return prediction and measurement line by line, for the last rank to end its steps."""
         rank = slowest_rank(self.timeline)
-        predicted = self.subject.timeline_of(rank)
-        at_pace = self.subject.at_pace_of(self.timeline)
+        predicted = self.planned.timeline_of(rank)
+        at_pace = self.planned.at_pace_of(self.timeline)
         program = self.program_set.program_of(rank)
         return compare(predicted, self.timeline, program, rank, at_pace, self.plan.tokens_per_step)
 
@@ -253,7 +253,7 @@ def check(evidence: Evidence) -> tuple[CheckedStatement, ...]:
         *_compared(
             "predicted",
             evidence.prediction.model_dump(),
-            Predicted.of(evidence.subject).model_dump(),
+            Predicted.of(evidence.planned).model_dump(),
             SAME_PREDICTION,
         ),
         *_compared(
@@ -301,14 +301,14 @@ def _programs_belong(evidence: Evidence) -> CheckedStatement:
     return CheckedStatement("programs", "the plan's", "the plan's" if same else "others", same)
 
 
-def evidence_of(run: str | Path, subject: Subject) -> Evidence:
+def evidence_of(run: str | Path, planned: PlannedRun) -> Evidence:
     """Return the evidence of a run.
 
     Parameters
     ----------
     run : path
         A directory that `zosim run` wrote.
-    subject : Subject
+    planned : PlannedRun
         The run's plan on its hardware, with the programs that ran.
 
     Raises
@@ -318,20 +318,20 @@ def evidence_of(run: str | Path, subject: Subject) -> Evidence:
     """
     directory = Path(run)
     header = run_header(directory)
-    profile, threads = subject.profile, int(header["num_threads"])
+    profile, threads = planned.profile, int(header["num_threads"])
     if profile.device_type == "cpu" and profile.num_threads != threads:
         raise EvidenceError(
             f"the run used {threads} threads, but the profile is for {profile.num_threads}",
             hint=f"give --threads {threads}, or a profile calibrated with {threads} threads",
         )
-    if len(set(subject.rank_profiles)) > 1:
+    if len(set(planned.rank_profiles)) > 1:
         raise EvidenceError(
             f"the ranks of {directory} ran on different types of devices, but evidence holds one profile",
             hint="make evidence of a run on devices of one type",
         )
-    anonymous = Anonymous(subject)
+    anonymous = Anonymous(planned)
     timeline = anonymous.timeline(Timeline.load(directory / "timeline.json"))
-    plain = anonymous.subject
+    plain = anonymous.planned
     return Evidence(
         versions={
             "zosim": version("zosim"),

@@ -9,22 +9,22 @@ from typing import Any
 from topology.units import format_bytes
 from zosim.analysis.counts import StepCounts, step_counts
 from zosim.applications.first_order.programs import FirstOrder, baseline_plan, lower_first_order
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.planning.views import prediction_data
 from zosim.report import Bullets, Report, Table
 
 
-def baseline_subject(subject: Subject, settings: FirstOrder) -> Subject:
-    """Return a first-order step on the hardware of `subject`, ready to be simulated.
+def baseline_run(planned: PlannedRun, settings: FirstOrder) -> PlannedRun:
+    """Return a first-order step on the hardware of `planned`, ready to be simulated.
 
     Raises
     ------
     PlanError
         If the plan cannot be done first-order.
     """
-    settings = with_samples(settings, subject.plan.batch)
-    plan = baseline_plan(subject.plan)
-    return replace(subject, plan=plan, edited=lower_first_order(plan, settings))
+    settings = with_samples(settings, planned.plan.batch)
+    plan = baseline_plan(planned.plan)
+    return replace(planned, plan=plan, edited=lower_first_order(plan, settings))
 
 
 def with_samples(settings: FirstOrder, batch: int) -> FirstOrder:
@@ -34,11 +34,11 @@ def with_samples(settings: FirstOrder, batch: int) -> FirstOrder:
     return settings.model_copy(update={"num_kept_samples": max(settings.num_kept_samples, batch)})
 
 
-def comparison_data(subject: Subject, baseline: Subject, settings: FirstOrder) -> dict[str, Any]:
+def comparison_data(planned: PlannedRun, baseline: PlannedRun, settings: FirstOrder) -> dict[str, Any]:
     """Return the baseline as JSON knows it, and what both send."""
-    settings = with_samples(settings, subject.plan.batch)
+    settings = with_samples(settings, planned.plan.batch)
     return {
-        "counts": step_counts(subject.programs).to_data(),
+        "counts": step_counts(planned.programs).to_data(),
         "first_order": {
             "settings": settings.model_dump(mode="json"),
             "counts": step_counts(baseline.programs).to_data(),
@@ -47,17 +47,17 @@ def comparison_data(subject: Subject, baseline: Subject, settings: FirstOrder) -
     }
 
 
-def comparison_view(subject: Subject, baseline: Subject, settings: FirstOrder) -> Report:
+def comparison_view(planned: PlannedRun, baseline: PlannedRun, settings: FirstOrder) -> Report:
     """Return both side by side: time, what is sent, memory by parts."""
-    settings = with_samples(settings, subject.plan.batch)
-    columns = ("per step", subject.plan.describe(), settings.describe())
-    sides = [_facts(side) for side in (subject, baseline)]
+    settings = with_samples(settings, planned.plan.batch)
+    columns = ("per step", planned.plan.describe(), settings.describe())
+    sides = [_facts(side) for side in (planned, baseline)]
     rows = [(name, mine, sides[1][name]) for name, mine in sides[0].items()]
-    return Report("", Table(columns, rows), Bullets(_remarks(subject, baseline)))
+    return Report("", Table(columns, rows), Bullets(_remarks(planned, baseline)))
 
 
-def _facts(subject: Subject) -> dict[str, str]:
-    prediction, counts = subject.prediction, step_counts(subject.programs)
+def _facts(planned: PlannedRun) -> dict[str, str]:
+    prediction, counts = planned.prediction, step_counts(planned.programs)
     return {
         "time": prediction.interval,
         "activations across split points": _messages(counts.num_activations, counts.activation_bytes),
@@ -67,15 +67,15 @@ def _facts(subject: Subject) -> dict[str, str]:
         "sent in all": format_bytes(counts.size_bytes),
         "device memory, fullest rank": format_bytes(prediction.footprints.largest.device_bytes),
         "": prediction.footprints.largest.describe(),
-        "device memory, all ranks": format_bytes(_total_bytes(subject)),
+        "device memory, all ranks": format_bytes(_total_bytes(planned)),
         "host memory, fullest host": format_bytes(prediction.footprints.fullest.size_bytes),
     }
 
 
-def _remarks(subject: Subject, baseline: Subject) -> Iterator[str]:
-    times = [side.prediction.step_time_s for side in (subject, baseline)]
-    memory = [_total_bytes(side) for side in (subject, baseline)]
-    counts: Sequence[StepCounts] = [step_counts(side.programs) for side in (subject, baseline)]
+def _remarks(planned: PlannedRun, baseline: PlannedRun) -> Iterator[str]:
+    times = [side.prediction.step_time_s for side in (planned, baseline)]
+    memory = [_total_bytes(side) for side in (planned, baseline)]
+    counts: Sequence[StepCounts] = [step_counts(side.programs) for side in (planned, baseline)]
     phrases = [
         f"{times[1] / times[0]:.2f} times the plan's step time",
         f"{memory[1] / memory[0]:.2f} times its memory",
@@ -92,8 +92,8 @@ def _remarks(subject: Subject, baseline: Subject) -> Iterator[str]:
         yield f"it does not fit the device of rank {short[0]}{f' and {len(short) - 1} others' if short[1:] else ''}"
 
 
-def _total_bytes(subject: Subject) -> int:
-    return sum(taken.device_bytes for taken in subject.footprints.ranks)
+def _total_bytes(planned: PlannedRun) -> int:
+    return sum(taken.device_bytes for taken in planned.footprints.ranks)
 
 
 def _messages(count: int, size_bytes: int) -> str:

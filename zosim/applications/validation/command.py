@@ -10,9 +10,9 @@ import typer
 
 from costmodel.scoring import Score, mean_over_groups, scores
 from zosim.analysis.scoreboard import score_data, score_table
+from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import REQUIRED, columns_of, joined, read_rows
-from zosim.applications.validation.site import Sites
 from zosim.applications.validation.tables import write_table
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
@@ -43,12 +43,12 @@ def validate(
     """Predict given measurements, and report the prediction errors of each group of rows."""
     check_writable(output)
     rows = read_rows(rows_file)
-    sites = Sites(hardware or rows_file.parent, profile)
+    measured_machines = MeasuredMachines(hardware or rows_file.parent, profile)
     with progress() as bar:
         task = bar.add_task("predicting", total=len(rows))
         outcomes = []
         for row in rows:
-            outcomes.append((row, outcome(row, sites)))
+            outcomes.append((row, outcome(row, measured_machines)))
             bar.advance(task)
     judged = [joined(row, forecast) for row, forecast in outcomes]
     by_group = scores(judged)

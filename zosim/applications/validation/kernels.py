@@ -9,18 +9,18 @@ from costmodel.estimate import device_s, estimate
 from costmodel.sweeps import sampling_work
 from costmodel.work import Attention, AttentionKernel, Matmul, Work
 from zosim.applications.validation.codes import KERNEL_NAMES
+from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
-from zosim.applications.validation.site import Site, bounded
 
 
-def kernel(row: MeasuredRow, site: Site) -> Forecast:
+def kernel(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a kernel, on the first device of a machine.
 
     Parameters
     ----------
     row : MeasuredRow
         Of a kind that ``WORKS`` has.
-    site : Site
+    measured_machine : MeasuredMachine
 
     Raises
     ------
@@ -29,7 +29,7 @@ def kernel(row: MeasuredRow, site: Site) -> Forecast:
     Unpredictable
         If its format is none that computes, or heads are not shared evenly.
     """
-    work, profile = WORKS[row["kind"]](row), site.burst_profile
+    work, profile = WORKS[row["kind"]](row), measured_machine.burst_profile
     return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_type))
 
 

@@ -16,8 +16,8 @@ from costmodel.rates.profile import Constant, Profile
 from costmodel.sweeps import copy_work
 from topology.errors import ProfileError, ZosimError
 from zosim.applications.validation import kernels
+from zosim.applications.validation.measured_machines import MeasuredMachine, MeasuredMachines
 from zosim.applications.validation.rows import MeasuredRow, read_rows
-from zosim.applications.validation.site import Site, Sites
 
 _LAUNCHING = ("dispatch_s", "product_s")
 """What rows of kernels leave out: they count no launches."""
@@ -69,11 +69,11 @@ def learned_from_rows(path: Path, hardware: str | None = None) -> tuple[Profile,
     The fit starts from the data sheet, whose intervals hold what rows leave open. Rows with a flag are not learnt from,
     nor are whole passes and steps: what a framework adds to them is no property of the device.
     """
-    sites = Sites(path.parent)
+    measured_machines = MeasuredMachines(path.parent)
     rows = [row for row in read_rows(path) if _teaches(row) and hardware in (None, row["hardware"])]
     by_device: dict[str, list[MeasuredRow]] = {}
     for row in rows:
-        by_device.setdefault(sites.of(row["hardware"]).profile.device_name, []).append(row)
+        by_device.setdefault(measured_machines.of(row["hardware"]).profile.device_name, []).append(row)
     if not by_device:
         of = "" if hardware is None else f" of {hardware}"
         raise ProfileError(
@@ -85,12 +85,12 @@ def learned_from_rows(path: Path, hardware: str | None = None) -> tuple[Profile,
         raise ProfileError(
             f"{path} has rows of several devices: {counts}", hint="choose one machine with --hardware"
         )
-    site = sites.of(rows[0]["hardware"])
-    base = _without_launches(site.burst_profile)
-    measurements = [_measurement(row, site.profile.num_threads) for row in rows]
+    measured_machine = measured_machines.of(rows[0]["hardware"])
+    base = _without_launches(measured_machine.burst_profile)
+    measurements = [_measurement(row, measured_machine.profile.num_threads) for row in rows]
     fitted, report = fit_profile(measurements, base)
     lessons = list(_lessons(base, fitted, report, list(zip(rows, measurements, strict=True))))
-    return _as_profile(fitted, site, lessons), report, lessons
+    return _as_profile(fitted, measured_machine, lessons), report, lessons
 
 
 def _teaches(row: MeasuredRow) -> bool:
@@ -157,7 +157,7 @@ def _seconds(measurement: Measurement, profile: Profile) -> float:
     return device_s(cost, profile.device_type)
 
 
-def _as_profile(fitted: Profile, site: Site, lessons: Sequence[Lesson]) -> Profile:
+def _as_profile(fitted: Profile, measured_machine: MeasuredMachine, lessons: Sequence[Lesson]) -> Profile:
     """Return the fitted profile with launches as on the data sheet, long steps slowed as there, and sources named."""
     reported = {lesson.name: lesson.source for lesson in lessons}
     changed: list[Constant] = [
@@ -165,5 +165,5 @@ def _as_profile(fitted: Profile, site: Site, lessons: Sequence[Lesson]) -> Profi
         for constant in fitted.constants
         if constant.name in reported
     ]
-    launching = [constant for constant in site.profile.constants if constant.kind in _LAUNCHING]
+    launching = [constant for constant in measured_machine.profile.constants if constant.kind in _LAUNCHING]
     return sustained(fitted.with_constants(*changed, *launching, origin="calibrated"))

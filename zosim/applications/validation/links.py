@@ -8,8 +8,8 @@ from costmodel.devices.collectives import CollectiveName, point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
 from costmodel.rates.profile import Bound
 from costmodel.sweeps import copy_work
+from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
-from zosim.applications.validation.site import Site, bounded
 from zosim.hardware.machines import machines_for
 from zosim.program.operations import Send
 
@@ -21,7 +21,7 @@ _DIRECTIONS = {
 """By what tools call them."""
 
 
-def copy(row: MeasuredRow, site: Site) -> Forecast:
+def copy(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a transfer between a device and its host's memory, or another device.
 
     Raises
@@ -34,9 +34,9 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
     direction = _DIRECTIONS.get(row["direction"].lower(), row["direction"])
     size_bytes = row.count("bytes")
     if direction == "d2d":
-        here, there = site.devices_of(row, 2)
-        route = site.topology.route(here, there)
-        reached = site.profile.constant("copy_h2d_bandwidth")
+        here, there = measured_machine.devices_of(row, 2)
+        route = measured_machine.topology.route(here, there)
+        reached = measured_machine.profile.constant("copy_h2d_bandwidth")
 
         def seconds(bound: Bound) -> float:
             bandwidth = route.bandwidth_bytes_per_s * reached.at(bound) / reached.value
@@ -46,13 +46,13 @@ def copy(row: MeasuredRow, site: Site) -> Forecast:
     if direction not in get_args(CopyDirection):
         raise Unpredictable(f"direction {direction!r} must be one of h2d, d2h, d2d")
     copied: CopyDirection = "h2d" if direction == "h2d" else "d2h"
-    work, profile = copy_work(size_bytes), site.profile
+    work, profile = copy_work(size_bytes), measured_machine.profile
     return bounded(
         lambda bound: device_s(estimate(work, profile, bound=bound, direction=copied), profile.device_type)
     )
 
 
-def message(row: MeasuredRow, site: Site) -> Forecast:
+def message(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a message between two ranks, on two hosts where there are several.
 
     Raises
@@ -62,15 +62,19 @@ def message(row: MeasuredRow, site: Site) -> Forecast:
     Unpredictable
         If the machine has one device.
     """
-    hosts = {site.topology.host_of(device).id: device for device in reversed(site.devices)}
-    pair = tuple(reversed(hosts.values()))[:2] if len(hosts) > 1 else site.devices_of(row, 2)
-    machines = machines_for(site.topology, pair, site.profile, {"pipeline": ((0, 1),)})
+    hosts = {
+        measured_machine.topology.host_of(device).id: device for device in reversed(measured_machine.devices)
+    }
+    pair = tuple(reversed(hosts.values()))[:2] if len(hosts) > 1 else measured_machine.devices_of(row, 2)
+    machines = machines_for(
+        measured_machine.topology, pair, measured_machine.profile, {"pipeline": ((0, 1),)}
+    )
     hop = machines[0].channels[Send("pipeline", 1)]
-    call_s, size_bytes = site.profile.values, row.count("bytes")
+    call_s, size_bytes = measured_machine.profile.values, row.count("bytes")
     return bounded(lambda bound: call_s(bound)["kernel_s"] + hop.message_s(size_bytes, bound))
 
 
-def collective(row: MeasuredRow, site: Site) -> Forecast:
+def collective(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a collective of the first ranks, from the call until the last has what it is to have.
 
     Of an ``all_gather`` or a ``reduce_scatter`` the row's bytes are those of all shares together.
@@ -85,13 +89,15 @@ def collective(row: MeasuredRow, site: Site) -> Forecast:
     num_ranks, size_bytes = row.count("ranks"), row.count("bytes")
     if num_ranks < 2:
         raise Unpredictable("a collective needs at least 2 ranks")
-    devices = site.devices_of(row, num_ranks)
-    machines = machines_for(site.topology, devices, site.profile, {"world": (tuple(range(num_ranks)),)})
+    devices = measured_machine.devices_of(row, num_ranks)
+    machines = machines_for(
+        measured_machine.topology, devices, measured_machine.profile, {"world": (tuple(range(num_ranks)),)}
+    )
     function = cast("CollectiveName", row["kind"])
 
     def seconds(bound: Bound) -> float:
         # Message times of a CPU hold its calls.
-        call_s = site.profile.values(bound).get("call_s.collective", 0.0)
+        call_s = measured_machine.profile.values(bound).get("call_s.collective", 0.0)
         return call_s + machines[0].rings["world"].seconds(function, size_bytes, bound)
 
     return bounded(seconds)

@@ -13,29 +13,35 @@ from costmodel.rates.profile import Bound, Profile
 from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.applications.validation.codes import code_of
+from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow
-from zosim.applications.validation.site import Site, bounded
 from zosim.applications.validation.steps import attention_of
 
 
-def forward(row: MeasuredRow, site: Site) -> Forecast:
+def forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of one pass over the prompt, with the logits of its last token."""
-    profile = code_of(row["code"]).profile(site.burst_profile)
-    works = list(_pass_works(row, site, model_of(row), num_rows=row.count("seq"), length=row.count("seq")))
+    profile = code_of(row["code"]).profile(measured_machine.burst_profile)
+    works = list(
+        _pass_works(row, measured_machine, model_of(row), num_rows=row.count("seq"), length=row.count("seq"))
+    )
     return bounded(lambda bound: _seconds(works, profile, bound))
 
 
-def streamed_generation(row: MeasuredRow, site: Site) -> Forecast:
+def streamed_generation(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a pass over the prompt and one more for each further token, weights uploaded in each."""
-    model, seq, profile = model_of(row), row.count("seq"), code_of(row["code"]).profile(site.burst_profile)
+    model, seq, profile = (
+        model_of(row),
+        row.count("seq"),
+        code_of(row["code"]).profile(measured_machine.burst_profile),
+    )
     blocks = [group for group in model.param_groups if group.segments[0].startswith("block")]
     size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
     uploaded = min(row.count_or("bytes", size), size)
-    passes = {0: list(_pass_works(row, site, model, num_rows=seq, length=seq))}
+    passes = {0: list(_pass_works(row, measured_machine, model, num_rows=seq, length=seq))}
     num_more = row.count_or("generated_tokens", 1) - 1
     passes |= {
-        number: list(_pass_works(row, site, model, num_rows=1, length=seq + number))
+        number: list(_pass_works(row, measured_machine, model, num_rows=1, length=seq + number))
         for number in _sampled(num_more)
     }
     # Accelerate's hooks copy a layer's weights when it is called; the others copy ahead.
@@ -73,10 +79,10 @@ def _summed(sampled: Mapping[int, float]) -> float:
 
 
 def _pass_works(
-    row: MeasuredRow, site: Site, model: ModelSpec, *, num_rows: int, length: int
+    row: MeasuredRow, measured_machine: MeasuredMachine, model: ModelSpec, *, num_rows: int, length: int
 ) -> Iterator[Work]:
     """Yield the work of every segment for so many tokens of a sequence, the last of which is number `length`."""
-    batch, dtype, attention = row.count("batch"), row.dtype, attention_of(row, site)
+    batch, dtype, attention = row.count("batch"), row.dtype, attention_of(row, measured_machine)
     for segment in model.segments:
         rows = 1 if segment == HEAD else num_rows
         work = forward_work(model, segment, batch=batch, seq=rows, dtype=dtype, attention=attention)

@@ -11,12 +11,12 @@ from topology.errors import ZosimError
 from topology.validation import did_you_mean
 from zosim.applications.validation import kernels, links, passes, steps
 from zosim.applications.validation.codes import CODES
+from zosim.applications.validation.measured_machines import MeasuredMachine, MeasuredMachines
 from zosim.applications.validation.models import likeness
 from zosim.applications.validation.rows import Forecast, MeasuredRow
-from zosim.applications.validation.site import Site, Sites
 from zosim.applications.validation.tables import RowsError
 
-Predictor = Callable[[MeasuredRow, Site], Forecast]
+Predictor = Callable[[MeasuredRow, MeasuredMachine], Forecast]
 
 
 PREDICTORS: dict[str, Predictor] = {
@@ -52,7 +52,7 @@ _ANY_FORMAT = frozenset({"elementwise", "copy", "p2p", *COLLECTIVES})
 """Kinds to which only bytes matter."""
 
 
-def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
+def outcome(row: MeasuredRow, measured_machines: MeasuredMachines) -> Forecast | str:
     """Return what is predicted for a row, or why nothing is. What its `measured` holds does not matter."""
     predictor = PREDICTORS.get(row["kind"])
     if predictor is None:
@@ -60,16 +60,28 @@ def outcome(row: MeasuredRow, sites: Sites) -> Forecast | str:
     if not row["hardware"]:
         return "the row names no hardware"
     try:
-        site = sites.of(row["hardware"])
+        measured_machine = measured_machines.of(row["hardware"])
         is_float8 = _multiplies(row) and row.dtype == "float8_e4m3"
-        if is_float8 and site.device.type == "gpu" and not multiplies_float8(site.device):
-            return f"{site.device.name} has no units for floats of 8 bits, and torch does not multiply them there"
-        missing = {column: value for column, value in _likely(row["kind"], site).items() if not row[column]}
-        forecast = predictor(MeasuredRow({**row.fields, **missing}, row.where), site)
+        if (
+            is_float8
+            and measured_machine.device.type == "gpu"
+            and not multiplies_float8(measured_machine.device)
+        ):
+            return f"{measured_machine.device.name} has no units for floats of 8 bits, and torch does not multiply them there"
+        missing = {
+            column: value
+            for column, value in _likely(row["kind"], measured_machine).items()
+            if not row[column]
+        }
+        forecast = predictor(MeasuredRow({**row.fields, **missing}, row.where), measured_machine)
         assumed = [f"{column} {value}" for column, value in missing.items()]
-        if _multiplies(row) and is_widened(site.device, row.dtype):
+        if _multiplies(row) and is_widened(measured_machine.device, row.dtype):
             assumed.append(f"{row.dtype} multiplied in float32")
-        if row["kind"] == "matmul" and row["dtype"].lower() == "int8" and not site.multiplies_int8:
+        if (
+            row["kind"] == "matmul"
+            and row["dtype"].lower() == "int8"
+            and not measured_machine.multiplies_int8
+        ):
             assumed.append("int8 multiplied as float16")
         if predictor in _OF_MODELS:
             assumed += filter(None, [likeness(row)])
@@ -90,13 +102,13 @@ def _multiplies(row: MeasuredRow) -> bool:
     return row["kind"] not in _ANY_FORMAT | {"draw"} and row["dtype"].lower() not in ("", "int8")
 
 
-def _likely(kind: str, site: Site) -> dict[str, str]:
+def _likely(kind: str, measured_machine: MeasuredMachine) -> dict[str, str]:
     """Return what a row of a kind most likely means where it says nothing."""
     likely = dict(_ASSUMED.get(kind, {}))
     if kind not in _ANY_FORMAT:
-        device = site.device
+        device = measured_machine.device
         on_gpu = "bfloat16" if "bf16" in device.peak_dense else "float16"
         likely["dtype"] = on_gpu if device.type == "gpu" else "float32"
     if kind in COLLECTIVES:
-        likely["ranks"] = str(len(site.devices))
+        likely["ranks"] = str(len(measured_machine.devices))
     return likely

@@ -14,29 +14,29 @@ from topology.units import format_bytes
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.applications.published_code import all_as_published, with_kernels
 from zosim.applications.validation.codes import KERNEL_NAMES, code_of
+from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
-from zosim.applications.validation.site import Site, bounded
 from zosim.lowering import lower_all
 from zosim.options import axis
 from zosim.planning.footprint import footprint
-from zosim.planning.predict import Subject
+from zosim.planning.predict import PlannedRun
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Residency, Schedule, Split
 
 
-def attention_of(row: MeasuredRow, site: Site) -> Literal["eager", "sdpa"]:
+def attention_of(row: MeasuredRow, measured_machine: MeasuredMachine) -> Literal["eager", "sdpa"]:
     """Return the implementation of attention: the row's, or else the code's; stored scores where torch has no fused kernel."""
-    if stores_scores(row, site):
+    if stores_scores(row, measured_machine):
         return "eager"
     return row.choice("attention_kernel", KERNEL_NAMES) or code_of(row["code"]).attention
 
 
-def stores_scores(row: MeasuredRow, site: Site) -> bool:
+def stores_scores(row: MeasuredRow, measured_machine: MeasuredMachine) -> bool:
     """Whether torch has no fused attention in a row's format on a machine's devices."""
-    return row.dtype == "bfloat16" and is_widened(site.device, "bfloat16")
+    return row.dtype == "bfloat16" and is_widened(measured_machine.device, "bfloat16")
 
 
-def step(row: MeasuredRow, site: Site) -> Forecast:
+def step(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a zeroth-order step, simulated with both ends of the profile's intervals beside.
 
     Raises
@@ -48,15 +48,15 @@ def step(row: MeasuredRow, site: Site) -> Forecast:
     ModelError
         If it names no model, and brings no configuration.
     """
-    return _timed(_zeroth_order(row, site))
+    return _timed(_zeroth_order(row, measured_machine))
 
 
-def device_memory(row: MeasuredRow, site: Site) -> Forecast:
+def device_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the bytes that a zeroth-order step takes of its devices."""
-    return _device_bytes(_zeroth_order(row, site), row)
+    return _device_bytes(_zeroth_order(row, measured_machine), row)
 
 
-def host_memory(row: MeasuredRow, site: Site) -> Forecast:
+def host_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the bytes that a zeroth-order step takes of its hosts.
 
     Raises
@@ -68,46 +68,46 @@ def host_memory(row: MeasuredRow, site: Site) -> Forecast:
     ModelError
         If it names no model, and brings no configuration.
     """
-    subject = _zeroth_order(row, site)
-    size = float(sum(host.size_bytes for host in subject.footprints.hosts))
+    planned = _zeroth_order(row, measured_machine)
+    size = float(sum(host.size_bytes for host in planned.footprints.hosts))
     if not size:
         raise Unpredictable("the plan keeps nothing in host memory")
     # torch's allocator of pinned memory rounds each block up to a power of two (c10, CachingHostAllocator).
     return Forecast(size, size, 2 * size)
 
 
-def first_order_step(row: MeasuredRow, site: Site) -> Forecast:
+def first_order_step(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a first-order step."""
-    return _timed(_first_order(row, site))
+    return _timed(_first_order(row, measured_machine))
 
 
-def first_order_memory(row: MeasuredRow, site: Site) -> Forecast:
+def first_order_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the bytes that a first-order step takes of its devices."""
-    return _device_bytes(_first_order(row, site), row)
+    return _device_bytes(_first_order(row, measured_machine), row)
 
 
-def _timed(subject: Subject) -> Forecast:
-    ends = subject.bounding_step_s("low"), subject.bounding_step_s("high")
-    return Forecast(subject.step_time_s, *ends, assumed=tuple(_about_headroom(subject)))
+def _timed(planned: PlannedRun) -> Forecast:
+    ends = planned.bounding_step_s("low"), planned.bounding_step_s("high")
+    return Forecast(planned.step_time_s, *ends, assumed=tuple(_about_headroom(planned)))
 
 
-def _about_headroom(subject: Subject) -> Iterator[str]:
+def _about_headroom(planned: PlannedRun) -> Iterator[str]:
     """Yield that a device's memory would do, where a plan takes more than there is."""
-    taken = subject.footprints
-    spec = subject.topology.device_spec(subject.plan.placement.devices[taken.largest_rank])
+    taken = planned.footprints
+    spec = planned.topology.device_spec(planned.plan.placement.devices[taken.largest_rank])
     device_bytes = spec.memory_bytes
     if spec.type == "gpu" and taken.largest.device_bytes > device_bytes:
         yield f"memory for {format_bytes(taken.largest.device_bytes)} on a device of {format_bytes(device_bytes)}"
 
 
-def _device_bytes(subject: Subject, row: MeasuredRow) -> Forecast:
+def _device_bytes(planned: PlannedRun, row: MeasuredRow) -> Forecast:
     """Return the bytes of all devices: what the driver counts, or what the framework's allocator handed out."""
     is_allocated = row["quantity"] == "allocated device memory"
 
     def size(bound: Bound) -> float:
         footprints = [
-            footprint(subject.programs.program_of(rank), profile, bound)
-            for rank, profile in enumerate(subject.rank_profiles)
+            footprint(planned.programs.program_of(rank), profile, bound)
+            for rank, profile in enumerate(planned.rank_profiles)
         ]
         runtime = (CONTEXT, SLACK) if is_allocated else ()
         parts = (part for taken in footprints for part in taken.parts if part.where == "device")
@@ -122,14 +122,14 @@ _ALIVE = (0.95, 1.08)
 """Part of the counted bytes that published code was found to hold, beyond what the runtime's interval covers."""
 
 
-def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
+def _zeroth_order(row: MeasuredRow, measured_machine: MeasuredMachine) -> PlannedRun:
     is_offloaded = row.choice("method", {"mezo": False, "zo2": True})
     dtype = row.dtype
-    devices = site.devices_of(row, row.count_or("devices", 1))
+    devices = measured_machine.devices_of(row, row.count_or("devices", 1))
     plan = axis(
         Plan,
         model=model_of(row),
-        placement=Placement(topology=site.name, devices=devices),
+        placement=Placement(topology=measured_machine.name, devices=devices),
         batch=row.count("batch"),
         seq=row.count("seq"),
         mesh=Mesh(data=len(devices)),
@@ -140,19 +140,19 @@ def _zeroth_order(row: MeasuredRow, site: Site) -> Subject:
             update="delayed" if is_offloaded else "immediate",
         ),
         forward=ForwardPass(
-            attention=attention_of(row, site), compute_dtype=dtype if dtype == "tf32" else None
+            attention=attention_of(row, measured_machine), compute_dtype=dtype if dtype == "tf32" else None
         ),
     )
     programs = lower_all(plan)
     if row["code"] == "published":
         programs = all_as_published(programs, plan)
-    profile = code_of(row["code"]).profile(site.profile)
-    return Subject(plan, site.topology, profile, programs)
+    profile = code_of(row["code"]).profile(measured_machine.profile)
+    return PlannedRun(plan, measured_machine.topology, profile, programs)
 
 
-def _first_order(row: MeasuredRow, site: Site) -> Subject:
+def _first_order(row: MeasuredRow, measured_machine: MeasuredMachine) -> PlannedRun:
     data, stage = row.count_or("data_parallel", 1), row.count_or("pipeline_parallel", 1)
-    devices = site.devices_of(row, data * stage)
+    devices = measured_machine.devices_of(row, data * stage)
     model = model_of(row)
     dtype: DType = row.dtype
     code = code_of(row["code"])
@@ -160,7 +160,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
     plan = axis(
         Plan,
         model=model,
-        placement=Placement(topology=site.name, devices=devices),
+        placement=Placement(topology=measured_machine.name, devices=devices),
         batch=row.count("batch"),
         seq=row.count("seq"),
         mesh=Mesh(data=data, stage=stage),
@@ -170,7 +170,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
             )
         ),
         weights={"dtype": stored},
-        forward={"attention": attention_of(row, site), "compute_dtype": dtype},
+        forward={"attention": attention_of(row, measured_machine), "compute_dtype": dtype},
     )
     settings = axis(
         FirstOrder,
@@ -189,7 +189,7 @@ def _first_order(row: MeasuredRow, site: Site) -> Subject:
             for program in programs.programs
         ),
     )
-    return Subject(plan, site.topology, code.profile(site.profile), programs)
+    return PlannedRun(plan, measured_machine.topology, code.profile(measured_machine.profile), programs)
 
 
 _RECOMPUTED = {

@@ -18,7 +18,7 @@ from zosim.hardware.profiles import Profiles
 
 
 @dataclass(frozen=True)
-class Site:
+class MeasuredMachine:
     """A machine that was measured, with a profile of each of its devices."""
 
     name: str
@@ -66,7 +66,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Sites:
+class MeasuredMachines:
     """Machines that rows name, each read once.
 
     Attributes
@@ -79,9 +79,9 @@ class Sites:
 
     folder: Path | None = None
     profile: Path | None = None
-    _known: dict[str, Site] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[str, MeasuredMachine] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, name: str) -> Site:
+    def of(self, name: str) -> MeasuredMachine:
         """Return the machine of that name: a file of the folder, a preset, or ``host``.
 
         Raises
@@ -93,14 +93,14 @@ class Sites:
             path = None if self.folder is None else self.folder / name
             topology = resolve(str(path) if path is not None and path.is_file() else name)
             profiles = Profiles(topology, path=self.profile, is_host=name == HOST)
-            self._known[name] = Site(name, topology, profiles)
+            self._known[name] = MeasuredMachine(name, topology, profiles)
         return self._known[name]
 
-    def renewed(self) -> Sites:
+    def renewed(self) -> MeasuredMachines:
         """Return the same machines without what their devices were found to do: their profiles are made again."""
         known = {
-            name: replace(site, profiles=replace(site.profiles, _known={}))
-            for name, site in self._known.items()
+            name: replace(measured_machine, profiles=replace(measured_machine.profiles, _known={}))
+            for name, measured_machine in self._known.items()
         }
         return replace(self, _known=known)
 
