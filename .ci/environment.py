@@ -131,11 +131,11 @@ def project() -> dict[str, Any]:
 def digest_of_requirements() -> str:
     """Return a hash of what ``pyproject.toml`` asks for: exported files say which one they were made from."""
     declared = project()
-    asked = [declared["build-system"]["requires"], declared["dependency-groups"], *EXTRAS, DOCS]
-    asked += [
+    requested = [declared["build-system"]["requires"], declared["dependency-groups"], *EXTRAS, DOCS]
+    requested += [
         declared["project"][name] for name in ("requires-python", "dependencies", "optional-dependencies")
     ]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(requested, sort_keys=True).encode()).hexdigest()
 
 
 def _specification(environment: Environment) -> dict[str, str]:

@@ -195,22 +195,22 @@ def check(
         some: dict[str, Any] = {} if samples is None else {"num_samples": samples}
         judgements = []
         if estimator is not None:
-            stated: dict[str, Any] = {"distribution": distribution, "queries": queries, "order": bias_order}
+            declared: dict[str, Any] = {"distribution": distribution, "queries": queries, "order": bias_order}
             judgements.append(
                 judging.judge_estimator(
                     _named("estimator", estimator),
                     name=estimator,
                     is_linear=additive,
                     seed=seed,
-                    **stated,
+                    **declared,
                     **some,
                 )
             )
         if quantizer is not None:
-            stated = {"rounding": rounding, "group_size": group_size, "largest": largest}
+            declared = {"rounding": rounding, "group_size": group_size, "largest": largest}
             judgements.append(
                 judging.judge_quantizer(
-                    _named("quantizer", quantizer), name=quantizer, seed=seed, **stated, **some
+                    _named("quantizer", quantizer), name=quantizer, seed=seed, **declared, **some
                 )
             )
         for judgement in judgements:

@@ -106,8 +106,10 @@ class Page:
                 )
             except (TypeError, AssertionError) as error:
                 raise ValueError(f"{self.path}: {name}: {error}") from None
-            if (led := claim.verdict_if_settled.name.lower()) != (stated := entry.get("verdict")):
-                raise ValueError(f"{self.path}: {name}: its checks lead to {led!r}, the page says {stated!r}")
+            if (led := claim.verdict_if_settled.name.lower()) != (declared := entry.get("verdict")):
+                raise ValueError(
+                    f"{self.path}: {name}: its checks lead to {led!r}, the page says {declared!r}"
+                )
             yield claim
 
 

@@ -116,11 +116,11 @@ def adapters_of(
     """
     from costmodel.models.configs import LoRA, Prefix
 
-    stated = settings.set_fields()
+    declared = settings.set_fields()
     lora, prefix = ((recorded or {}).get(name) for name in ("lora", "prefix"))
-    if "prefix" in stated:
-        prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": stated["prefix"]}
-    changed = {_FIELD_OF_LORA[name]: value for name, value in stated.items() if name in _FIELD_OF_LORA}
+    if "prefix" in declared:
+        prefix = {"seed": seed} | (prefix or {}) | {"num_tokens": declared["prefix"]}
+    changed = {_FIELD_OF_LORA[name]: value for name, value in declared.items() if name in _FIELD_OF_LORA}
     if changed:
         lora = (lora or {"seed": seed}) | changed
         if not {"rank", "target_modules"} <= set(lora):

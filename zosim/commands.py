@@ -26,10 +26,10 @@ def plan(
         typer.Option("--output", "-o", help="File to write the chosen plan to.", rich_help_panel="Output"),
     ] = None,
     as_json: Json = False,
-    **asked: Any,
+    **requested: Any,
 ) -> None:
     """Choose the fastest plan that fits the hardware, and explain the choice."""
-    decision = api.plan(**asked)
+    decision = api.plan(**requested)
     # Not before there is a plan: a help page needs none of it.
     from zosim.planning.views import decision_data, decision_view
     from zosim.planning.visibility import about_epsilon
@@ -143,18 +143,18 @@ def simulate(
         ),
     ] = None,
     as_json: Json = False,
-    **asked: Any,
+    **requested: Any,
 ) -> None:
     """Predict a plan's step time and memory with a discrete-event simulation."""
     from zosim.applications.trace import save_trace
     from zosim.planning.views import prediction_data, simulation_view, stages_data
 
     first_order_settings = first_order_of(
-        first_order, **{option.name: asked.pop(option.name) for option in options_of(FirstOrder)}
+        first_order, **{option.name: requested.pop(option.name) for option in options_of(FirstOrder)}
     )
     if first_order is None and first_order_trace is not None:
         raise PlanError("--first-order-trace needs --first-order", hint="such as --first-order sgd")
-    planned = api.simulate(plan_file, **asked)
+    planned = api.simulate(plan_file, **requested)
     if code == "published":
         from zosim.applications.published_code import all_as_published
 
@@ -205,12 +205,12 @@ def compare(
         ),
     ] = None,
     as_json: Json = False,
-    **asked: Any,
+    **requested: Any,
 ) -> None:
     """Compare a run with its prediction per instruction, or the predictions of two plans.
 
     Without a plan, the prediction is of the run's own: DIR/plan.json, or the plan in DIR/run.json.
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
-    comparison = api.compare(run, plan_file, **asked)
+    comparison = api.compare(run, plan_file, **requested)
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)

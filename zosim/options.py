@@ -272,23 +272,25 @@ def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str]
         If there is no such option, or a value is none of it.
     """
     options = {option.name: option for option in options_of(tree) if not only or option.name in only}
-    stated: dict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
+    declared: dict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
     for name, value in settings.items():
         if name not in options:
             raise PlanError(f"there is no option {name!r}", hint=did_you_mean(name, tuple(options)))
         if value is not None:
-            stated[options[name].path] |= options[name].read(value)
-    return _built(tree, (), stated)
+            declared[options[name].path] |= options[name].read(value)
+    return _built(tree, (), declared)
 
 
-def _built(tree: type[_Tree], path: tuple[str, ...], stated: dict[tuple[str, ...], dict[str, Any]]) -> _Tree:
+def _built(
+    tree: type[_Tree], path: tuple[str, ...], declared: dict[tuple[str, ...], dict[str, Any]]
+) -> _Tree:
     """Return a section, and those below it, with fields that were checked one by one; together they are checked when complete."""
     below = {
-        name: _built(kind, (*path, name), stated)
+        name: _built(kind, (*path, name), declared)
         for name, kind in _sections_of(tree).items()
-        if any(where[: len(path) + 1] == (*path, name) for where in stated)
+        if any(where[: len(path) + 1] == (*path, name) for where in declared)
     }
-    fields: dict[str, Any] = {**stated.get(path, {}), **below}
+    fields: dict[str, Any] = {**declared.get(path, {}), **below}
     return tree.model_construct(**fields)
 
 

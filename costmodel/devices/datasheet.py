@@ -328,9 +328,9 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
             message = f"num_threads={threads} must lie between 1 and the {host_cores} cores of {device_id!r}"
             raise ValueError(message)
         constants = _cpu_constants(spec, threads)
-    stated = (*constants, *_copy_constants(topology, device_id, spec))
+    own_constants = (*constants, *_copy_constants(topology, device_id, spec))
     # What is known of the device goes before what is assumed of all of its kind.
-    known = {constant.name for constant in stated}
+    known = {constant.name for constant in own_constants}
     assumed = (
         _constant(name, spread, _HOST_SOURCES[name])
         for name, spread in _HOST_CONSTANTS[spec.type].items()
@@ -342,7 +342,7 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
         num_threads=threads,
         num_cores=host_cores,
         origin="datasheet",
-        constants=(*stated, *assumed),
+        constants=(*own_constants, *assumed),
     )
 
 

@@ -313,9 +313,9 @@ def rated_power_w(table: PriceTable, name: str, topology: Topology) -> Range:
     PriceError
         If the table states none, and neither do the processors' data sheets.
     """
-    stated = table.machine(name).rated_power_w
-    if stated is not None:
-        return stated.range
+    declared = table.machine(name).rated_power_w
+    if declared is not None:
+        return declared.range
     processors = [node.spec for node in topology.nodes if node.spec is not None]
     silent = [spec.name for spec in processors if spec.tdp_watts is None]
     if silent:

@@ -82,8 +82,8 @@ class FamilyConfig(BaseModel):
     @property
     def checkpoint_dtype(self) -> StorageFormat | None:
         """Format of the weights in the model's files, where the configuration states one."""
-        stated = self.dtype or self.torch_dtype
-        return None if stated == "auto" else stated
+        declared = self.dtype or self.torch_dtype
+        return None if declared == "auto" else declared
 
     @cached_property
     def sizes(self) -> _Names:
@@ -248,8 +248,10 @@ class _Names(dict[str, Any]):
 
     def rotated(self, share: float) -> int:
         """Return how many numbers of a head rotary positions turn: a share of it, unless the configuration says another."""
-        stated = self["partial_rotary_factor"] or (self["rope_parameters"] or {}).get("partial_rotary_factor")
-        return int(self["head_dim"] * (stated or share))
+        declared = self["partial_rotary_factor"] or (self["rope_parameters"] or {}).get(
+            "partial_rotary_factor"
+        )
+        return int(self["head_dim"] * (declared or share))
 
     def seen_by(self, of_blocks: list[int]) -> tuple[int, ...]:
         return tuple(of_blocks) if any(of_blocks) else ()

@@ -82,9 +82,9 @@ def whole_probes(
 
 def symbols_of(values: torch.Tensor, spec: CodecSpec) -> Symbols:
     """Return the symbols that `spec`, rounding to the nearest, makes of `values`; of plain numbers, those of 8 bits."""
-    asked = CodecSpec(spec.bits or 8, spec.grid, "nearest", spec.scope)
-    symbols = quantise(values, asked).symbols.cpu().numpy().reshape(-1)
-    return Symbols(symbols, values.shape[-1] if values.dim() else 1, asked.bits or 8)
+    requested = CodecSpec(spec.bits or 8, spec.grid, "nearest", spec.scope)
+    symbols = quantise(values, requested).symbols.cpu().numpy().reshape(-1)
+    return Symbols(symbols, values.shape[-1] if values.dim() else 1, requested.bits or 8)
 
 
 def measure_codecs(

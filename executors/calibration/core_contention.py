@@ -265,14 +265,14 @@ def _beside(
     message: Callable[[], object], latest: Latest, piece: Callable[[], None], *, ahead: int
 ) -> tuple[list[float], float]:
     """Return the seconds of messages, each from when both ranks had asked for it and had the one before, and those of a piece."""
-    asked, done = threading.Semaphore(0), threading.Semaphore(0)
-    asked_s: list[float] = []
+    started, done = threading.Semaphore(0), threading.Semaphore(0)
+    started_s: list[float] = []
     ends_s = [0.0]
     worked_s = 0.0
 
     def exchange() -> None:
         for _ in range(_NUM_MESSAGES):
-            asked.acquire()
+            started.acquire()
             message()
             ends_s.append(time.perf_counter())
             done.release()
@@ -280,14 +280,14 @@ def _beside(
     thread = threading.Thread(target=exchange, name="zosim-messages")
     thread.start()
     for number in range(_NUM_MESSAGES):
-        asked_s.append(time.perf_counter())
-        asked.release()
+        started_s.append(time.perf_counter())
+        started.release()
         piece()
-        worked_s += time.perf_counter() - asked_s[number]
+        worked_s += time.perf_counter() - started_s[number]
         if number >= ahead:
             done.acquire()
     thread.join()
-    begins_s = latest([max(moments) for moments in zip(asked_s, ends_s, strict=False)])
+    begins_s = latest([max(moments) for moments in zip(started_s, ends_s, strict=False)])
     seconds = [end - begin for begin, end in zip(begins_s, ends_s[1:], strict=True)]
     return seconds, worked_s / _NUM_MESSAGES
 

@@ -172,7 +172,7 @@ class Limits:
         if self.vocab_size is not None:
             self._check_vocabulary("input_ids", example.input_ids, where)
             self._check_vocabulary("labels", [x for x in example.labels if x != IGNORED_LABEL], where)
-        if not any(at > 0 for at in example.asked):
+        if not any(at > 0 for at in example.label_positions):
             raise DataError(
                 f"{where} has no label after its first token, so there is nothing to predict",
                 hint="label at least one later token; -100 marks unlabelled ones, and nothing predicts the first",
@@ -257,7 +257,9 @@ class Dataset:
     def _question(self, line: JsonObject, where: str) -> Question:
         if self.template is None or self.tokenizer is None:
             example = self.limits.fit(_tokens_of(line, where), where)
-            if self.fills_masks and all(example.input_ids[at] == example.labels[at] for at in example.asked):
+            if self.fills_masks and all(
+                example.input_ids[at] == example.labels[at] for at in example.label_positions
+            ):
                 raise DataError(
                     f"{where} reveals its labels: its input_ids contain them",
                     hint="for a masked model, input_ids need the mask token where labels are, and labels -100 "

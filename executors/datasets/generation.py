@@ -49,7 +49,7 @@ def prompt_of(example: Example) -> tuple[int, ...]:
     DataError
         If labels begin with the first token.
     """
-    prompt = example.input_ids[: example.asked[0]] if example.asked else example.input_ids
+    prompt = example.input_ids[: example.label_positions[0]] if example.label_positions else example.input_ids
     if not prompt:
         raise DataError(
             "a line is labelled from its first token on, so it has no prompt to answer",

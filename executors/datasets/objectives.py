@@ -23,7 +23,7 @@ from topology.errors import RunError
 LOSS = "loss"
 
 
-def _asked(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def _at_labels(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return predictions, labels and which positions are asked for, each (sequences, tokens - 1)."""
     labels = batch["labels"][:, 1:]
     return logits[:, :-1].argmax(-1), labels, labels != IGNORED_LABEL
@@ -31,17 +31,17 @@ def _asked(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 def error_rate(logits: Tensor, batch: Batch) -> Tensor:
     """Return the share of labelled tokens that the most probable token is not: 1 - accuracy."""
-    predicted, labels, asked = _asked(logits, batch)
-    return ((predicted != labels) & asked).sum().double() / asked.sum()
+    predicted, labels, is_label = _at_labels(logits, batch)
+    return ((predicted != labels) & is_label).sum().double() / is_label.sum()
 
 
 def f1_shortfall(logits: Tensor, batch: Batch) -> Tensor:
     """Return 1 - F1, the mean over sequences of the overlap between predicted and labelled tokens as multisets."""
-    predicted, labels, asked = _asked(logits, batch)
+    predicted, labels, is_label = _at_labels(logits, batch)
     scores = [
-        _overlap(predicted[row][asked[row]], labels[row][asked[row]])
+        _overlap(predicted[row][is_label[row]], labels[row][is_label[row]])
         for row in range(labels.shape[0])
-        if bool(asked[row].any())
+        if bool(is_label[row].any())
     ]
     return torch.tensor(1 - sum(scores) / len(scores), dtype=torch.float64, device=logits.device)
 

@@ -61,7 +61,7 @@ class Example:
         return Example(tuple(hidden), self.labels)
 
     @property
-    def asked(self) -> tuple[int, ...]:
+    def label_positions(self) -> tuple[int, ...]:
         """Positions that carry a label."""
         return tuple(at for at, label in enumerate(self.labels) if label != IGNORED_LABEL)
 

@@ -44,8 +44,8 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = list(_outermost_lists(decoder if isinstance(decoder, nn.Module) else model))
     if not lists:
         raise UnsplitError(model, "it has no list of blocks")
-    stated = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]
-    blocks = max(lists, key=lambda one: (len(one) == stated, len(one)))
+    declared = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]
+    blocks = max(lists, key=lambda one: (len(one) == declared, len(one)))
     return next(path for path, module in model.named_modules() if module is blocks), blocks
 
 

@@ -203,15 +203,16 @@ def pack(
     tokens, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     mask = batch.get("attention_mask")
     lengths = _lengths(mask) if mask is not None else [len(row) for row in tokens]
-    asked = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
-    if not any(asked):
+    label_places = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
+    if not any(label_places):
         raise DataError("the batch has no label after the first token of a sequence")
-    for row, (places, length) in enumerate(zip(asked, lengths, strict=True)):
+    for row, (places, length) in enumerate(zip(label_places, lengths, strict=True)):
         if places and places[-1] > length:
             raise DataError(f"sequence {row} of the batch has labels after its {length} tokens")
     # The token before a label predicts it: nothing is computed from a sequence's last label on.
     forest = _Forest(
-        [row[: places[-1]] if places else [] for row, places in zip(tokens, asked, strict=True)], least_saved
+        [row[: places[-1]] if places else [] for row, places in zip(tokens, label_places, strict=True)],
+        least_saved,
     )
     forest.grow()
     flat = [(0, 0)] * forest.num_places
@@ -219,7 +220,9 @@ def pack(
         for offset, token in enumerate(run.tokens):
             flat[run.first + offset] = (token, run.begin + offset)
     pairs = [
-        (forest.places[row][at - 1], labels[row][at]) for row, places in enumerate(asked) for at in places
+        (forest.places[row][at - 1], labels[row][at])
+        for row, places in enumerate(label_places)
+        for at in places
     ]
     tokens_and_positions = torch.tensor(flat, dtype=torch.long).T.contiguous()
     ends = torch.tensor(pairs, dtype=torch.long).T.contiguous()
@@ -263,11 +266,11 @@ def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
     num_batches = num_sequences = num_labels = num_rows = num_tokens = num_computed = num_pairs = 0
     for batch in batches:
         labels, tokens = batch["labels"].tolist(), batch["input_ids"].tolist()
-        asked = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
-        rows = {tuple(row[: at[-1]]) for row, at in zip(tokens, asked, strict=True) if at}
+        label_places = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
+        rows = {tuple(row[: at[-1]]) for row, at in zip(tokens, label_places, strict=True) if at}
         num_batches += 1
         num_sequences += len(tokens)
-        num_labels += sum(map(len, asked))
+        num_labels += sum(map(len, label_places))
         num_rows += len(rows)
         num_tokens += sum(map(len, rows))
         packing = pack(batch)

@@ -107,10 +107,12 @@ def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
         getattr(plan.low_bits, name) == kept for name, kept in stored.fields.items() if name != "activations"
     )
     if quant_config is None or quant_config.is_full_range != stored.full_range or not all(agrees):
-        asked = "numbers" if quant_config is None else f"{quant_config.format} ({quant_config.scales} scales)"
+        requested = (
+            "numbers" if quant_config is None else f"{quant_config.format} ({quant_config.scales} scales)"
+        )
         raise ModelError(
             f"{source} is quantized to {stored.weights} with {stored.scales} scales, but the plan wants "
-            f"{asked}",
+            f"{requested}",
             hint="make the plan from this directory, or use the model in 16 bits",
         )
     config = load_config(source)

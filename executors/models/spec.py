@@ -166,23 +166,23 @@ def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
     """Return the shape of a model of an unknown family: what its configuration states, else what the model shows."""
     fields, spelt = config.to_dict(), getattr(config, "attribute_map", {})
 
-    def stated(*names: str) -> int | None:
+    def declared(*names: str) -> int | None:
         values = (fields.get(spelt.get(name, name)) for name in names)
         return next((value for value in values if type(value) is int and value > 0), None)
 
     modules = dict(segmented.blocks[0].named_modules())
     hidden = segmented.hidden_size or segmented.embedding.embedding_dim
-    heads = stated("num_attention_heads", "num_heads") or 1
+    heads = declared("num_attention_heads", "num_heads") or 1
     activation = fields.get("hidden_act") or fields.get("hidden_activation")
     return {
         "family": config.model_type,
         "hidden_size": hidden,
-        "intermediate_size": stated("intermediate_size", "ffn_dim") or 4 * hidden,
+        "intermediate_size": declared("intermediate_size", "ffn_dim") or 4 * hidden,
         "num_heads": heads,
-        "num_key_value_heads": stated("num_key_value_heads") or heads,
-        "head_dim": stated("head_dim") or max(1, hidden // heads),
+        "num_key_value_heads": declared("num_key_value_heads") or heads,
+        "head_dim": declared("head_dim") or max(1, hidden // heads),
         "vocab_size": segmented.embedding.num_embeddings,
-        "max_positions": stated("max_position_embeddings", "max_target_positions") or ANY_LENGTH,
+        "max_positions": declared("max_position_embeddings", "max_target_positions") or ANY_LENGTH,
         # What its blocks' modules are called says what they do.
         "mlp": "gated" if any("gate" in name for name in modules) else "plain",
         "norm": "rmsnorm"
@@ -193,7 +193,7 @@ def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
         "activation": activation if isinstance(activation, str) else "gelu",
         "is_causal": segmented.is_causal,
         "positions": "rotary" if fields.get("rope_parameters") else "learned",
-        "experts": _experts(segmented, hidden, stated(*_VISITS)),
+        "experts": _experts(segmented, hidden, declared(*_VISITS)),
         "splits_inside": False,
     }
 

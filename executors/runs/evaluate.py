@@ -226,15 +226,15 @@ def _first(data: Dataset, num_examples: int | None) -> range:
 
 def _predicted(example: Example) -> tuple[int, ...]:
     """Labelled positions that something predicts: nothing predicts the first."""
-    return tuple(at for at in example.asked if at > 0)
+    return tuple(at for at in example.label_positions if at > 0)
 
 
 def _rows(questions: Sequence[Question]) -> Iterator[_Row]:
     """One forward per candidate, or per question where candidates differ in one token only."""
     for question in questions:
         candidates = question.candidates
-        asked = {_predicted(candidate) for candidate in candidates}
-        (positions, *others) = asked
+        label_positions = {_predicted(candidate) for candidate in candidates}
+        (positions, *others) = label_positions
         begins = {candidate.input_ids[: positions[0]] for candidate in candidates}
         if not others and len(positions) == 1 and len(begins) == 1:
             yield _Row(candidates[0], tuple((candidate, positions) for candidate in candidates))

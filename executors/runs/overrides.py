@@ -88,9 +88,9 @@ def settings_from(
     def split_model(blocks: tuple[int, ...]) -> ModelSpec:
         return spec_for(model, tuned, blocks, **loading)
 
-    is_stated = options.adapters.given("tuned") is not None or lora or prefix
+    is_requested = options.adapters.given("tuned") is not None or lora or prefix
     is_of_part = base is not None and base.model.num_trainable < base.model.num_parameters
-    if plan_file is not None and base is not None and is_of_part and not is_stated:
+    if plan_file is not None and base is not None and is_of_part and not is_requested:
         raise PlanError(
             f"the plan is for {base.model.describe()}, but this run would tune all of {split_model(()).name}",
             hint="repeat the options of the plan: --lora-rank and --lora-targets, --prefix, or --tune",

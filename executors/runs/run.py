@@ -202,8 +202,8 @@ class Run:
                 raise RunError(
                     f"{self.out} was not written by `zosim run`", hint="resume it with the loop that wrote it"
                 )
-            asked = settings.identity(self.data.lines.sha256, self.history.plan)
-            refuse_other_identity(recorded, asked, str(self.out))
+            requested = settings.identity(self.data.lines.sha256, self.history.plan)
+            refuse_other_identity(recorded, requested, str(self.out))
             check_base(self.history, model, settings.run.model)
             refuse_other_base(self.history.header, self._base_facts(model), settings.run.model, str(self.out))
         return model

@@ -603,7 +603,7 @@ class RunSettings:
         }
 
 
-def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], where: str) -> None:
+def refuse_other_identity(recorded: dict[str, Any], declared: dict[str, Any], where: str) -> None:
     """Raise for the first setting in which a command differs from the run that it resumes.
 
     Raises
@@ -612,8 +612,8 @@ def refuse_other_identity(recorded: dict[str, Any], stated: dict[str, Any], wher
         Naming the setting and both values.
     """
     recorded = _in_present_names(recorded)
-    for name in {**recorded, **stated}:
-        was, is_now = (values.get(name, _USUAL.get(name)) for values in (recorded, stated))
+    for name in {**recorded, **declared}:
+        was, is_now = (values.get(name, _USUAL.get(name)) for values in (recorded, declared))
         if was != is_now:
             raise RunError(
                 f"{where} was run with {name}={was!r}, but this command says {is_now!r}",

@@ -46,7 +46,7 @@ class RemoteServer:
         self.url = url
         self.priority = priority
         self.base_dtype: str | None = None
-        self._stated_digest: str | None = None
+        self._declared_digest: str | None = None
         self._root: str | None = None
         served = self._models()
         if model is not None and model not in served:
@@ -59,7 +59,7 @@ class RemoteServer:
         answer = self._call("GET", "/v1/models")
         try:
             names = tuple(str(entry["id"]) for entry in answer["data"])
-            stated: Mapping[str, Any] = next(
+            declared: Mapping[str, Any] = next(
                 (entry for entry in answer["data"] if isinstance(entry.get("base_digest"), str)), {}
             )
             roots = [entry.get("root") for entry in answer["data"] if entry.get("parent") is None]
@@ -67,21 +67,21 @@ class RemoteServer:
             raise self._strange("/v1/models", answer) from error
         if not names:
             raise RunError(f"the engine at {self.url} serves no model")
-        digest, root = stated.get("base_digest"), roots[0] if roots else None
-        known = self._stated_digest or self._root
+        digest, root = declared.get("base_digest"), roots[0] if roots else None
+        known = self._declared_digest or self._root
         if known not in (None, digest or root):
             raise RunError(
                 f"the engine at {self.url} has changed its base: {digest or root} instead of {known}",
                 hint="restart it with the base of the tuning; the log has all steps until here",
             )
-        self._stated_digest, self.base_dtype = digest, stated.get("base_dtype")
+        self._declared_digest, self.base_dtype = digest, declared.get("base_dtype")
         self._root = root if isinstance(root, str) else None
         return names
 
     @cached_property
     def base_digest(self) -> str | None:
         """Hash of the base's weights: as zosim's server reports it, or of the directory that vLLM says it serves."""
-        return self._stated_digest or (digest_of_files(self._root) if self._root else None)
+        return self._declared_digest or (digest_of_files(self._root) if self._root else None)
 
     # -- what an engine does -----------------------------------------------------------------------------------
 

@@ -109,11 +109,11 @@ def serve(
     ends: Any = getattr(base.config, "eos_token_id", None)
     stop_tokens = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     runtime = Runtime(base, low_bits=low_bits, stop_tokens=stop_tokens)
-    for stated in adapter or ():
-        called, separator, directory = stated.partition("=")
+    for declared in adapter or ():
+        called, separator, directory = declared.partition("=")
         if not (separator and called) or called == (name or model):
             raise RunError(
-                f"--adapter {stated!r} must be NAME=DIRECTORY, with another name than the base",
+                f"--adapter {declared!r} must be NAME=DIRECTORY, with another name than the base",
                 hint="such as first=adapters/first",
             )
         runtime.load(called, Path(directory))
@@ -297,5 +297,5 @@ def _examples(model: str, data: Path, template: str | None, label_words: str | N
 
     tokenizer = tokenizer_for(model, str(data))
     words = parse_label_words(label_words) if label_words else {}
-    stated = PromptTemplate(template, words) if template else None
-    return open_dataset(data, template=stated, tokenizer=tokenizer), tokenizer
+    declared = PromptTemplate(template, words) if template else None
+    return open_dataset(data, template=declared, tokenizer=tokenizer), tokenizer

@@ -120,8 +120,8 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     refuse_irregular((directory / name for name in (PEFT_CONFIG, PEFT_WEIGHTS)), ModelError, links=True)
     config = read_json_object(directory / PEFT_CONFIG, "adapter's configuration", ModelError)
     with readable(str(directory / PEFT_CONFIG), ModelError, model=_Config):
-        stated = _Config.model_validate(config)
-    _refuse_other_adapters(directory, config, stated)
+        declared = _Config.model_validate(config)
+    _refuse_other_adapters(directory, config, declared)
     try:
         with safetensors.safe_open(directory / PEFT_WEIGHTS, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -138,7 +138,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
                 else f"{directory} lacks a factor of {path}",
                 hint="linears here are such as " + ", ".join(list(shapes)[:2]),
             )
-        if not _is_targeted(path, stated, directory):
+        if not _is_targeted(path, declared, directory):
             raise ModelError(
                 f"{directory} has factors for {path}, which target_modules, exclude_modules or "
                 f"layers_to_transform in its {PEFT_CONFIG} exclude, so that PEFT would ignore them",
@@ -150,9 +150,11 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
             and min(inner.element_size(), outer.element_size()) > 1
         ):
             raise ModelError(f"{directory} has factors beside {path} of {inner.dtype} and {outer.dtype}")
-        rank = (stated.rank_pattern or {}).get(_pattern_of(stated.rank_pattern, path, directory), stated.r)
-        alpha = (stated.alpha_pattern or {}).get(
-            _pattern_of(stated.alpha_pattern, path, directory), stated.lora_alpha
+        rank = (declared.rank_pattern or {}).get(
+            _pattern_of(declared.rank_pattern, path, directory), declared.r
+        )
+        alpha = (declared.alpha_pattern or {}).get(
+            _pattern_of(declared.alpha_pattern, path, directory), declared.lora_alpha
         )
         inputs, outputs = shapes[path]
         if (inner.shape[-1], outer.shape[0], inner.shape[0]) != (inputs, outputs, outer.shape[-1]):
@@ -165,7 +167,7 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
                 f"{directory / PEFT_CONFIG} says r={rank}, the factors beside {path} have rank {inner.shape[0]}",
                 hint="the two files belong to different adapters, or one is damaged: write both again",
             )
-        scale = alpha / (rank**0.5 if stated.use_rslora else rank)
+        scale = alpha / (rank**0.5 if declared.use_rslora else rank)
         inner, scaled = inner.float(), outer.float() * scale  # PEFT computes with factors of float32, too
         if not (inner.isfinite().all() and scaled.isfinite().all()):
             raise ModelError(
@@ -174,8 +176,10 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
         factors[path] = inner, scaled
     if not factors:
         raise ModelError(f"{directory} has no factors")
-    if stated.init_lora_weights is False and (
-        missing := [path for path in shapes if path not in factors and _is_targeted(path, stated, directory)]
+    if declared.init_lora_weights is False and (
+        missing := [
+            path for path in shapes if path not in factors and _is_targeted(path, declared, directory)
+        ]
     ):
         raise ModelError(
             f"{directory} lacks the factors beside {missing[0]}, which init_lora_weights=false fills with random numbers"
@@ -183,10 +187,10 @@ def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     return Adapter(factors, facts)
 
 
-def _refuse_other_adapters(directory: Path, config: Mapping[str, Any], stated: _Config) -> None:
-    if stated.peft_type != "LORA":
+def _refuse_other_adapters(directory: Path, config: Mapping[str, Any], declared: _Config) -> None:
+    if declared.peft_type != "LORA":
         raise ModelError(
-            f"{directory} is an adapter of another kind (peft_type={stated.peft_type})",
+            f"{directory} is an adapter of another kind (peft_type={declared.peft_type})",
             hint="only LoRA adapters without biases are supported",
         )
     for name, value in config.items():
@@ -197,7 +201,7 @@ def _refuse_other_adapters(directory: Path, config: Mapping[str, Any], stated: _
             f"{directory} is an adapter of another kind: {name}={str(value)[:80]} {what}",
             hint="merge it into its base with PEFT (merge_and_unload) and serve that, or train a plain LoRA",
         )
-    initial = stated.init_lora_weights
+    initial = declared.init_lora_weights
     if not isinstance(initial, str) or initial.lower() in _SERVED_INITIALISATIONS:
         return
     if initial.lower().startswith(_CHANGE_THE_BASE):
@@ -224,22 +228,22 @@ def _path_of(name: str, directory: Path) -> str:
     return path
 
 
-def _is_targeted(path: str, stated: _Config, directory: Path) -> bool:
+def _is_targeted(path: str, declared: _Config, directory: Path) -> bool:
     """Whether the configuration of an adapter selects a linear, by PEFT's rules."""
-    if stated.exclude_modules and _matches(stated.exclude_modules, path, directory):
+    if declared.exclude_modules and _matches(declared.exclude_modules, path, directory):
         return False
-    if not _matches(stated.target_modules, path, directory):
+    if not _matches(declared.target_modules, path, directory):
         return False
-    layers = stated.layers_to_transform
+    layers = declared.layers_to_transform
     if (
         layers is None
         or layers == []
-        or isinstance(stated.target_modules, str)
-        or path in stated.target_modules
+        or isinstance(declared.target_modules, str)
+        or path in declared.target_modules
     ):
         return True
     # The first number on the path, behind one of the names, or anywhere but at its beginning.
-    names = stated.layers_pattern or []
+    names = declared.layers_pattern or []
     numbered = (
         int(number)
         for at, (name, number) in enumerate(pairwise(path.split(".")[:-1]))

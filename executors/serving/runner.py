@@ -80,7 +80,9 @@ def mean_losses(
         If nothing is asked of the examples.
     """
     # No token stands before the first one: its label has no score.
-    firsts = [(example, max(1, example.asked[0])) for example in examples if example.asked]
+    firsts = [
+        (example, max(1, example.label_positions[0])) for example in examples if example.label_positions
+    ]
     if not firsts:
         raise RunError("the examples have no labels")
     scores = iter(

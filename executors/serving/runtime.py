@@ -148,13 +148,13 @@ class Runtime:
                     f"a request of {len(request.tokens)} tokens has none to score from token {request.first} on",
                     hint="the first token has no token before it to predict it",
                 )
-        asked = [number for number, request in enumerate(requests) if request.first < len(request.tokens)]
-        if not asked:
+        requested = [number for number, request in enumerate(requests) if request.first < len(request.tokens)]
+        if not requested:
             return scores
-        order, logits, packing = self._logits([requests[number] for number in asked])
+        order, logits, packing = self._logits([requests[number] for number in requested])
         each = nn.functional.log_softmax(logits.float(), -1).gather(1, packing.targets[:, None])[:, 0]
         values, begin = each.tolist(), 0
-        for number in (asked[place] for place in order):
+        for number in (requested[place] for place in order):
             end = begin + len(requests[number].tokens) - requests[number].first
             scores[number] = values[begin:end]
             begin = end

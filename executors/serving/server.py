@@ -427,14 +427,14 @@ class _Application:
     # -- actions -----------------------------------------------------------------------------------------------
 
     async def _complete(self, body: bytes) -> Mapping[str, Any]:
-        asked = await run_in_threadpool(_read, body, Completion)
-        adapter = None if asked.model == self._model else asked.model
+        requested = await run_in_threadpool(_read, body, Completion)
+        adapter = None if requested.model == self._model else requested.model
         if adapter is not None and adapter not in self._runtime.adapters():
             raise HTTPException(HTTPStatus.NOT_FOUND, f"the model {adapter!r} does not exist")
         choices: list[dict[str, Any]]
-        if asked.echo and asked.max_tokens == 0 and asked.logprobs is not None:
-            requests = [Request(tuple(tokens), 1, adapter) for tokens in asked.prompt]
-            scores = await self._turn("scores", requests, asked.priority)
+        if requested.echo and requested.max_tokens == 0 and requested.logprobs is not None:
+            requests = [Request(tuple(tokens), 1, adapter) for tokens in requested.prompt]
+            scores = await self._turn("scores", requests, requested.priority)
             choices = [
                 {
                     "index": index,
@@ -446,10 +446,10 @@ class _Application:
                         "tokens": [str(t) for t in tokens],
                     },
                 }
-                for index, (tokens, score) in enumerate(zip(asked.prompt, scores, strict=True))
+                for index, (tokens, score) in enumerate(zip(requested.prompt, scores, strict=True))
             ]
-        elif not asked.echo and asked.logprobs is None:
-            texts = await self._generate(asked.prompt, adapter, asked.priority, asked.max_tokens)
+        elif not requested.echo and requested.logprobs is None:
+            texts = await self._generate(requested.prompt, adapter, requested.priority, requested.max_tokens)
             choices = [
                 {"index": index, "text": "", "token_ids": text, "finish_reason": "stop"}
                 for index, text in enumerate(texts)
@@ -462,7 +462,7 @@ class _Application:
         return {
             "id": f"cmpl-{time.monotonic_ns()}",
             "object": "text_completion",
-            "model": asked.model,
+            "model": requested.model,
             "choices": choices,
         }
 
@@ -484,34 +484,36 @@ class _Application:
         return await asyncio.wrap_future(self._batcher.submit(kind, requests, priority))
 
     async def _load(self, body: bytes) -> Mapping[str, Any]:
-        asked = await run_in_threadpool(_read, body, _Adapter)
-        if asked.lora_name == self._model:
-            raise DataError(f"{asked.lora_name!r} is the name of the base")
+        requested = await run_in_threadpool(_read, body, _Adapter)
+        if requested.lora_name == self._model:
+            raise DataError(f"{requested.lora_name!r} is the name of the base")
 
         def load() -> None:
             there = self._runtime.adapters()
-            if asked.lora_name not in there and len(there) >= self._limits.adapters:
+            if requested.lora_name not in there and len(there) >= self._limits.adapters:
                 raise DataError(
-                    f"{asked.lora_name!r} would be adapter {len(there) + 1}, but this server holds at most "
+                    f"{requested.lora_name!r} would be adapter {len(there) + 1}, but this server holds at most "
                     f"{self._limits.adapters}",
                     hint="unload one (/v1/unload_lora_adapter), or start the server with a larger --max-adapters",
                 )
-            adapter = self._runtime.read(Path(asked.lora_path))
-            self._batcher.alone(lambda: self._runtime.add(asked.lora_name, adapter))
+            adapter = self._runtime.read(Path(requested.lora_path))
+            self._batcher.alone(lambda: self._runtime.add(requested.lora_name, adapter))
 
         await self._in_turn(load)
-        return {"message": f"adapter {asked.lora_name!r} loaded"}
+        return {"message": f"adapter {requested.lora_name!r} loaded"}
 
     async def _unload(self, body: bytes) -> Mapping[str, Any]:
-        asked = await run_in_threadpool(_read, body, _Adapter)
+        requested = await run_in_threadpool(_read, body, _Adapter)
 
         def unload() -> None:
-            if asked.lora_name not in self._runtime.adapters():
-                raise HTTPException(HTTPStatus.NOT_FOUND, f"the adapter {asked.lora_name!r} does not exist")
-            self._batcher.alone(lambda: self._runtime.unload(asked.lora_name))
+            if requested.lora_name not in self._runtime.adapters():
+                raise HTTPException(
+                    HTTPStatus.NOT_FOUND, f"the adapter {requested.lora_name!r} does not exist"
+                )
+            self._batcher.alone(lambda: self._runtime.unload(requested.lora_name))
 
         await self._in_turn(unload)
-        return {"message": f"adapter {asked.lora_name!r} unloaded"}
+        return {"message": f"adapter {requested.lora_name!r} unloaded"}
 
     async def _in_turn(self, action: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._loading, action)

@@ -152,16 +152,16 @@ class Tuning:
 
     def _begin(self, model: str) -> None:
         path = self.directory / SETTINGS_NAME
-        stated = json.loads(json.dumps(asdict(self.settings)))
+        declared = json.loads(json.dumps(asdict(self.settings)))
         base = base_facts(self._base) | {"tokenizer": tokenizer_facts(model)}
         if path.is_file():
             recorded = read_json_object(path, "settings of a tuning", RunError)
-            unlike = [name for name, value in stated.items() if recorded.get(name) != value]
+            unlike = [name for name, value in declared.items() if recorded.get(name) != value]
             if unlike:
                 name = unlike[0]
                 raise RunError(
                     f"{self.directory} was tuned with {name}={recorded.get(name)!r}, but this command says "
-                    f"{stated[name]!r}",
+                    f"{declared[name]!r}",
                     hint="give the same value, or another --out",
                 )
             refuse_other_base(recorded, base, model, str(self.directory))
@@ -174,7 +174,7 @@ class Tuning:
                 )
         else:
             facts = {"model": str(model), BASE_DIGEST: self.runner.base_digest, BASE: base}
-            write_atomically(path, json.dumps(stated | facts, indent=2) + "\n")
+            write_atomically(path, json.dumps(declared | facts, indent=2) + "\n")
         log = self.directory / LOG_NAME
         lines = read_lines(log)
         for line in lines:

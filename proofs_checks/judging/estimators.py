@@ -20,8 +20,8 @@ from proofs_checks.judging.findings import (
     Judgement,
     Verdict,
     answer_of,
-    asked_twice,
     at_most,
+    called_twice,
     compared,
     exactly,
     not_applicable,
@@ -46,7 +46,7 @@ class GradientEstimator(Protocol):
 
 
 @dataclass(frozen=True)
-class Stated:
+class Declared:
     """What an estimator is stated to do.
 
     Attributes
@@ -142,7 +142,7 @@ def judge_estimator(
         if not least <= value <= most:
             raise ZosimError(f"{what}={value} lies outside {least} to {most}")
     judge = _Judge(
-        estimator, Stated(distribution, queries, order, is_linear), dimension, num_samples, seed, name
+        estimator, Declared(distribution, queries, order, is_linear), dimension, num_samples, seed, name
     )
     return Judgement(name, tuple(judge.findings()))
 
@@ -153,13 +153,13 @@ class _Judge:
     def __init__(
         self,
         estimator: GradientEstimator,
-        stated: Stated,
+        declared: Declared,
         dimension: int,
         num_samples: int,
         seed: int,
         name: str,
     ) -> None:
-        self._estimator, self._stated, self._name = estimator, stated, name
+        self._estimator, self._declared, self._name = estimator, declared, name
         self._num_samples, self._seed = num_samples, seed
         generator = torch.Generator().manual_seed(2_024)
         self._theta = torch.randn(dimension, generator=generator, dtype=torch.float64)
@@ -205,7 +205,7 @@ class _Judge:
 
     def _replay(self) -> Iterator[JudgedProperty]:
         """Yield whether an estimate follows from its seed, and leaves alone what is not its own."""
-        first, num_equal, is_left_alone = asked_twice(
+        first, num_equal, is_left_alone = called_twice(
             lambda seed: self._estimate(self._linear, 1e-2, seed), self._seed
         )
         yield exactly(
@@ -222,7 +222,7 @@ class _Judge:
         )
         num_unlike = len({tuple(estimate.tolist()) for estimate in first})
         tested = "eight seeds do not give the same estimate; of few signs some may agree"
-        if self._stated.distribution == "any" and num_unlike == 1:
+        if self._declared.distribution == "any" and num_unlike == 1:
             yield not_applicable("seeds matter", "an estimate that is not random")
         else:
             yield exactly(
@@ -252,7 +252,7 @@ class _Judge:
                 return value
 
             estimate = self._estimate(noted, epsilon, self._seed + number)
-            if len(points) != 2 or self._stated.distribution == "any":
+            if len(points) != 2 or self._declared.distribution == "any":
                 yield not_applicable(name, "said of two losses along a perturbation of a known distribution")
                 return
             (one, high), (other, low) = points
@@ -288,7 +288,7 @@ class _Judge:
     def _smoothed(self) -> JudgedProperty:
         """Return whether the mean is the gradient of the smoothed loss, at a radius where smoothing halves it."""
         name = "mean against the smoothed gradient"
-        if self._stated.distribution == "any":
+        if self._declared.distribution == "any":
             return not_applicable(name, "the distribution of perturbations is not stated")
         epsilon, steepness = 0.8, 1.4
         slope = steepness * self._slope
@@ -310,9 +310,9 @@ class _Judge:
     def _derivative_along_a_sine(self, slope: Tensor, epsilon: float) -> Tensor:
         """Return ``E[sin(ε a·z)/ε z]``, which both differences have for a mean where z and -z are as likely."""
         size = float(slope.norm())
-        if self._stated.distribution == "normal":
+        if self._declared.distribution == "normal":
             return smoothed_loss("sine", 0.0, epsilon * size)["derivative"] * slope
-        if self._stated.distribution == "signs":
+        if self._declared.distribution == "signs":
             z = torch.from_numpy(sign_nodes(len(slope))[0])
             return ((torch.sin(epsilon * (z @ slope)) / epsilon)[:, None] * z).mean(0)
         # On a sphere of radius √d the part of z along a is √d·c, with a density (1 - c²)^((d - 3)/2).
@@ -329,8 +329,8 @@ class _Judge:
     def _first_order(self) -> JudgedProperty:
         """Return whether an even term of the loss leaves no bias, as where a perturbation is as likely as its opposite."""
         name = "no bias of first order in ε"
-        if self._stated.order < 2:
-            return not_applicable(name, f"the bias is stated to be of order {self._stated.order:g}")
+        if self._declared.order < 2:
+            return not_applicable(name, f"the bias is stated to be of order {self._declared.order:g}")
         rows = self._beyond_linear(lambda s: s * s, 1.0, self._num_samples)
         (estimate,) = estimates_of("bias", rows[:, None], torch.zeros(1))
         return compared(
@@ -362,12 +362,12 @@ class _Judge:
         slopes = [fitted_slope(list(radii), column.abs().tolist()) for column in without.T]
         error = float(np.std(slopes) * math.sqrt(count - 1))
         limit = threshold(count)
-        resolution = (limit + float(student.isf(MISSED, count - 1))) * error / self._stated.order
+        resolution = (limit + float(student.isf(MISSED, count - 1))) * error / self._declared.order
         verdict: Verdict = "holds" if resolution <= COARSEST else "not resolved"
-        if slope + limit * error < self._stated.order - 1e-6:
+        if slope + limit * error < self._declared.order - 1e-6:
             verdict = "fails"
         return JudgedProperty(
-            name, verdict, tested, f"ε^{slope:.3g}, at least ε^{self._stated.order:g}", resolution, 1, num
+            name, verdict, tested, f"ε^{slope:.3g}, at least ε^{self._declared.order:g}", resolution, 1, num
         )
 
     def _beyond_linear(self, bend: Callable[[Tensor], Tensor], epsilon: float, num: int) -> Tensor:
@@ -395,20 +395,20 @@ class _Judge:
         mean smaller, never larger, and gives it a variance.
         """
         name = "second moment"
-        if self._stated.distribution == "any":
+        if self._declared.distribution == "any":
             return not_applicable(name, "the distribution of perturbations is not stated")
-        bound = self._stated.second_moment(len(self._theta))
+        bound = self._declared.second_moment(len(self._theta))
         squares = self._of_linear.square().sum(1).clamp(max=1_000 * bound)
         return at_most(
             name,
-            f"E|ĝ|² <= {bound:g}·|∇f|² on a linear loss, of {self._stated.queries} perturbations in {len(self._theta)} dimensions",
+            f"E|ĝ|² <= {bound:g}·|∇f|² on a linear loss, of {self._declared.queries} perturbations in {len(self._theta)} dimensions",
             squares,
             bound,
         )
 
     def _adds_up(self) -> JudgedProperty:
         name = "ranks' estimates add up"
-        if not self._stated.is_linear:
+        if not self._declared.is_linear:
             return not_applicable(name, "it is stated that estimates of losses do not add up")
         other = self._slope.roll(1) * 3
 

@@ -179,7 +179,7 @@ def answer_of(
     return answer.detach().clone()
 
 
-def asked_twice(ask: Callable[[int], Tensor], seed: int) -> tuple[list[Tensor], int, bool]:
+def called_twice(ask: Callable[[int], Tensor], seed: int) -> tuple[list[Tensor], int, bool]:
     """Ask for eight seeds, and for them again in another order and with torch's own generator elsewhere.
 
     Returns

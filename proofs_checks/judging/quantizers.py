@@ -16,7 +16,7 @@ from proofs_checks.judging.findings import (
     Judgement,
     Verdict,
     answer_of,
-    asked_twice,
+    called_twice,
     compared,
     exactly,
     not_applicable,
@@ -161,7 +161,9 @@ class _Judge:
 
     def _replay(self) -> Iterator[JudgedProperty]:
         numbers = self._inputs["normals"]
-        first, num_equal, is_left_alone = asked_twice(lambda seed: self._quantized(numbers, seed), self._seed)
+        first, num_equal, is_left_alone = called_twice(
+            lambda seed: self._quantized(numbers, seed), self._seed
+        )
         yield exactly(
             "replay",
             "the same seed gives the same bits, whatever was asked for before and wherever torch's own generator stands",

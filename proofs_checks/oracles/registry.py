@@ -138,12 +138,12 @@ def evaluate(name: str, parameters: Mapping[str, Any]) -> Any:
     >>> evaluate("energy", {"distribution": "gaussian", "dimension": 8})
     10.0
     """
-    asked = oracle_named(name)
-    signature = ", ".join(f"{key}: {kind}" for key, kind in asked.parameters.items())
+    requested = oracle_named(name)
+    signature = ", ".join(f"{key}: {kind}" for key, kind in requested.parameters.items())
     if not isinstance(parameters, Mapping):
         raise ZosimError(f"parameters of {name} must be a JSON object", hint=f"it takes {signature}")
     try:
-        value = validate_call(asked.function)(**parameters)
+        value = validate_call(requested.function)(**parameters)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

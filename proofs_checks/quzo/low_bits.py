@@ -304,9 +304,9 @@ def check_sparse_moments(context: Context) -> Outcome:
         theory = torch.tensor([expected for _, expected in columns.values()], dtype=torch.float64)
         title = f"{bits} bits, {kept:.0%} of the rows"
         parts[title] = compare_means(", ".join(columns), samples, theory, along=False)
-        stated = rounding.relative_energy("normalised", 6, 3) * once**2
+        declared = rounding.relative_energy("normalised", 6, 3) * once**2
         parts[f"{title}, E|ĝ|²"] = compare_means(
-            "E|ĝ|²", energy[:, None], torch.tensor([stated], dtype=torch.float64)
+            "E|ĝ|²", energy[:, None], torch.tensor([declared], dtype=torch.float64)
         )
         shares = torch.stack([is_moved[:, 0], is_moved[:, 0] & is_moved[:, 1]], 1).double()
         # Of quantized values of 3 bits a row that is drawn may be 0 all the same; of 8 bits hardly ever.

@@ -336,12 +336,12 @@ def check_relative_squares(context: Context) -> Outcome:
     parts = {"drawn": compare_means("E|ĝ|²", columns, theory)}
     for width in range(2, 9):
         shipped = RoundedPerturbation("gaussian", width)
-        stated = [shipped.relative_energy(name, 50) for name in ("q-rge1", "q-rge2")]
+        declared = [shipped.relative_energy(name, 50) for name in ("q-rge1", "q-rge2")]
         parts[f"{width} bits up to ±{shipped.reach:g}, stated"] = equal(
-            stated, relative_squares(width, shipped.reach, 50), what="E|ĝ|²/|E ĝ|², d = 50", tolerance=1e-6
+            declared, relative_squares(width, shipped.reach, 50), what="E|ĝ|²/|E ĝ|², d = 50", tolerance=1e-6
         )
         parts[f"{width} bits up to ±{shipped.reach:g}, two roundings spread more"] = at_most(
-            stated[0], stated[1], what="Q-RGE1 against Q-RGE2"
+            declared[0], declared[1], what="Q-RGE1 against Q-RGE2"
         )
     return everything_holds(parts)
 
@@ -760,9 +760,9 @@ def check_one_point(_context: Context) -> Outcome:
         )
     small = [1e-2, 1e-3, 1e-4]
     errors = [float(weights @ ((level / e * nodes) ** 2).sum(1)) for e in small]
-    stated = [one_point_error(level, float(slope.norm()), 2, e) for e in small]
+    declared = [one_point_error(level, float(slope.norm()), 2, e) for e in small]
     parts["order"] = equal(
-        [fitted_slope(small, errors), fitted_slope(small, stated)],
+        [fitted_slope(small, errors), fitted_slope(small, declared)],
         [-2.0] * 2,
         what="exponent of ε",
         tolerance=1e-4,

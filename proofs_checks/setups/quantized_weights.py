@@ -120,9 +120,9 @@ def check_grids(context: Context) -> Outcome:
         )
         off = np.abs(sampled.mean(0) - clamped) / gap
         parts[f"{name}, mean"] = within(float(off.max()), 0.5 / _NUM_UNIFORMS, what="of a step", slack=1e-6)
-        stated = grid.variance(given).double().numpy()
+        declared = grid.variance(given).double().numpy()
         parts[f"{name}, variance"] = equal(
-            stated / gap**2, (clamped - low) * (up - clamped) / gap**2, what="of a step"
+            declared / gap**2, (clamped - low) * (up - clamped) / gap**2, what="of a step"
         )
         nearest = grid.nearest(given.clone()).double()
         wanted = np.where(clamped - low < up - clamped, low, up)

@@ -177,7 +177,7 @@ def check_line_40(context: Context) -> Outcome:
         wrong += 2 * right_40(t) / (t.rate * t.horizon) != mean_41(t)
         largest = replace(t, rate=1 / (32 * (d + 4) * t.smoothness))
         wrong += 4 * factor_39(largest) != largest.rate / 2
-        stated = sparq_stationarity_bound(
+        declared = sparq_stationarity_bound(
             t.horizon,
             d,
             float(t.gap),
@@ -187,7 +187,7 @@ def check_line_40(context: Context) -> Outcome:
             float(t.compression),
             float(t.noise) ** 0.5,
         )
-        wrong += abs(stated / float(mean_41(t)) - 1) > ROUNDING
+        wrong += abs(declared / float(mean_41(t)) - 1) > ROUNDING
     return is_true(wrong == 0, what=f"{wrong} of 60 identities broken")
 
 
@@ -617,7 +617,7 @@ def check_theorem_2(context: Context) -> Outcome:
 
     steps = context.samples(horizon, 2000)
     mean = literal_run(through, gradient, np.zeros((4, 3)), float(rate), float(radius), steps, context.seed)
-    stated = sparq_multinode_bounds(
+    declared = sparq_multinode_bounds(
         horizon,
         3,
         _NODES,
@@ -643,7 +643,7 @@ def check_theorem_2(context: Context) -> Outcome:
                 mean, allowed, what="mean ‖∇f‖² against the bound", factor=2
             ),
             "bounds as closed forms": equal(
-                [stated["lemma_5"], stated["theorem_2"], stated["theorem_2_corrected"]],
+                [declared["lemma_5"], declared["theorem_2"], declared["theorem_2_corrected"]],
                 [lemma_5_bound(_CHAIN_KAPPA), allowed, allowed + float(doubled)],
                 what="lemma 5, theorem 2 as printed and corrected",
             ),

@@ -28,8 +28,8 @@ def check_shapes(_context: Context) -> Outcome:
         own = [config[key] for key in _QUANTITIES]
         parts[name] = equal(shape, own, what="layers, heads, width", tolerance=0.0)
         billions = read_model_spec(name.lower()).num_parameters / 1e9
-        stated = float(name.removeprefix("OPT-").removesuffix("B"))
-        parts[f"{name}, parameters"] = equal(billions, stated, what="billions", tolerance=0.025)
+        declared = float(name.removeprefix("OPT-").removesuffix("B"))
+        parts[f"{name}, parameters"] = equal(billions, declared, what="billions", tolerance=0.025)
     return everything_holds(parts)
 
 

@@ -171,9 +171,11 @@ def check_entry_moments(_context: Context) -> Outcome:
         nodes, weights = normal_nodes(2 * rank, 3)
         entry = (nodes[:, :rank] * nodes[:, rank:]).sum(1) / math.sqrt(rank)
         measured = [float(weights @ entry**power) for power in (1, 2, 4)]
-        stated = low_rank_entry_moments(rank)
+        declared = low_rank_entry_moments(rank)
         parts[f"r = {rank}"] = equal(
-            measured, [0.0, stated["variance"], stated["fourth_moment"]], what="mean, variance, fourth moment"
+            measured,
+            [0.0, declared["variance"], declared["fourth_moment"]],
+            what="mean, variance, fourth moment",
         )
     nodes, weights = normal_nodes(3, 3)
     first, second = nodes[:, 0] * nodes[:, 1], nodes[:, 0] * nodes[:, 2]

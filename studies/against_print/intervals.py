@@ -64,13 +64,13 @@ class Coverage:
 
 def left_out(
     cells: Sequence[Cell],
-    asked: Sequence[Cell],
+    requested: Sequence[Cell],
     paper: str,
     domain: Domain,
     group: Callable[[Cell], Hashable],
     apart: frozenset[str],
 ) -> PredictedCells:
-    """Return what is said about `asked` when each one's group of cells was left out of the fit.
+    """Return what is said about `requested` when each one's group of cells was left out of the fit.
 
     Half widths, too, come from the residuals of the other groups alone.
     """
@@ -79,8 +79,10 @@ def left_out(
     solution = fit(cells, paper, domain, start=shipped.values if shipped else None)
     residuals = refitted(solution, domain, group)
     place = {id(cell): index for index, cell in enumerate(solution.cells)}
-    indices = [place[id(cell)] for cell in asked]
-    predicted = [cell.printed * np.exp(residuals[index]) for cell, index in zip(asked, indices, strict=True)]
+    indices = [place[id(cell)] for cell in requested]
+    predicted = [
+        cell.printed * np.exp(residuals[index]) for cell, index in zip(requested, indices, strict=True)
+    ]
     groups = [group(cell) for cell in solution.cells]
     widths = [_half_width(solution, residuals, index, groups, apart) for index in indices]
     return PredictedCells(np.array(predicted), np.array(widths))
@@ -102,22 +104,22 @@ def _half_width(
 
 
 def beyond(
-    known: Sequence[Cell], asked: Sequence[Cell], paper: str, domain: Domain, apart: frozenset[str]
+    known: Sequence[Cell], requested: Sequence[Cell], paper: str, domain: Domain, apart: frozenset[str]
 ) -> PredictedCells:
-    """Return what a profile of the `known` cells says about `asked`."""
+    """Return what a profile of the `known` cells says about `requested`."""
     fitted = fitted_with_intervals(fit(known, paper, domain), paper, domain, apart)
-    reported = [interval(cell, fitted) for cell in asked]
+    reported = [interval(cell, fitted) for cell in requested]
     return PredictedCells(np.array([item[0] for item in reported]), np.array([item[1] for item in reported]))
 
 
-def coverage_of(reported: PredictedCells, asked: Sequence[Cell], apart: frozenset[str]) -> Coverage:
+def coverage_of(reported: PredictedCells, requested: Sequence[Cell], apart: frozenset[str]) -> Coverage:
     """Return how often the intervals hold what the cells print."""
-    printed = np.log([cell.printed for cell in asked])
+    printed = np.log([cell.printed for cell in requested])
     holds = np.abs(np.log(reported.predicted) - printed) <= reported.half_widths
-    counts = np.array([cell.row.place not in apart for cell in asked])
+    counts = np.array([cell.row.place not in apart for cell in requested])
     by_setting: dict[tuple[str, ...], list[bool]] = {}
     for index in np.flatnonzero(counts).tolist():
-        by_setting.setdefault(asked[index].row.setting, []).append(bool(holds[index]))
+        by_setting.setdefault(requested[index].row.setting, []).append(bool(holds[index]))
     number = len(by_setting)
     return Coverage(
         num_cells=int(counts.sum()),

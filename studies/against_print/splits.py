@@ -139,72 +139,76 @@ def outcomes(
     split: HeldOutSplit, cells: Sequence[Cell], findings: Sequence[AuditFinding]
 ) -> list[SplitOutcome]:
     """Return how each predictor does on a split; `cells` are those of its paper and domain with printed values."""
-    asked = [
+    requested = [
         cell
         for cell in cells
         if not cell.is_transfer and split.asks(cell) and (split.knows is None or not split.knows(cell))
     ]
     apart = set_apart(findings)
     if split.knows is None:
-        reported = left_out(cells, asked, split.paper, split.domain, split.group, apart)
+        reported = left_out(cells, requested, split.paper, split.domain, split.group, apart)
     else:
         reported = beyond(
-            [cell for cell in cells if split.knows(cell)], asked, split.paper, split.domain, apart
+            [cell for cell in cells if split.knows(cell)], requested, split.paper, split.domain, apart
         )
     results = [
         replace(
-            _outcome(split, OURS, asked, reported.predicted, apart),
-            coverage=coverage_of(reported, asked, apart),
+            _outcome(split, OURS, requested, reported.predicted, apart),
+            coverage=coverage_of(reported, requested, apart),
         )
     ]
     if split.domain == "speed":
         for name, baseline in BASELINES.items():
-            results.append(_outcome(split, name, asked, _theirs(split, cells, asked, baseline), apart))
+            results.append(
+                _outcome(split, name, requested, _theirs(split, cells, requested, baseline), apart)
+            )
     return results
 
 
-def _theirs(split: HeldOutSplit, cells: Sequence[Cell], asked: Sequence[Cell], baseline: Baseline) -> Floats:
+def _theirs(
+    split: HeldOutSplit, cells: Sequence[Cell], requested: Sequence[Cell], baseline: Baseline
+) -> Floats:
     rates = [cell for cell in cells if not cell.is_transfer]
     if split.knows is not None:
-        return baseline([cell for cell in rates if split.knows(cell)], asked)
-    predictions = np.full(len(asked), np.nan)
-    groups = [split.group(cell) for cell in asked]
+        return baseline([cell for cell in rates if split.knows(cell)], requested)
+    predictions = np.full(len(requested), np.nan)
+    groups = [split.group(cell) for cell in requested]
     for group in dict.fromkeys(groups):
         mine = [index for index, other in enumerate(groups) if other == group]
         known = [cell for cell in rates if split.group(cell) != group]
-        predictions[mine] = baseline(known, [asked[index] for index in mine])
+        predictions[mine] = baseline(known, [requested[index] for index in mine])
     return predictions
 
 
 def _outcome(
-    split: HeldOutSplit, name: str, asked: Sequence[Cell], predicted: Floats, apart: frozenset[str]
+    split: HeldOutSplit, name: str, requested: Sequence[Cell], predicted: Floats, apart: frozenset[str]
 ) -> SplitOutcome:
     reported = [value if np.isfinite(value) else None for value in predicted.tolist()]
     rows = [
         Row(cell.row.place, cell.row["quantity"], cell.printed, value)
-        for cell, value in zip(asked, reported, strict=True)
+        for cell, value in zip(requested, reported, strict=True)
     ]
     possible = [row for row in rows if row.case not in apart]
-    inner = {cell.row.place for cell in asked if _is_between(cell)}
+    inner = {cell.row.place for cell in requested if _is_between(cell)}
     return SplitOutcome(
         split,
         name,
         Score.of(possible, f"{split.name}; {name}"),
         Score.of(row for row in rows if row.case in apart),
         Score.of(row for row in possible if row.case in inner),
-        mean_rank_correlation(asked, predicted, apart),
-        mean_rank_correlation(asked, predicted, frozenset(), is_strict=True),
+        mean_rank_correlation(requested, predicted, apart),
+        mean_rank_correlation(requested, predicted, frozenset(), is_strict=True),
     )
 
 
 def mean_rank_correlation(
-    asked: Sequence[Cell], predicted: Floats, apart: frozenset[str], *, is_strict: bool = False
+    requested: Sequence[Cell], predicted: Floats, apart: frozenset[str], *, is_strict: bool = False
 ) -> float:
     """Return the mean over printed rows of Spearman's correlation of printed and predicted numbers.
 
     Parameters
     ----------
-    asked : sequence of Cell
+    requested : sequence of Cell
     predicted : array
         NaN where nothing is.
     apart : frozenset of str
@@ -214,7 +218,7 @@ def mean_rank_correlation(
         as in the order predicted.
     """
     rows: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    for cell, value in zip(asked, predicted.tolist(), strict=True):
+    for cell, value in zip(requested, predicted.tolist(), strict=True):
         if np.isfinite(value) and cell.row.place not in apart:
             for row in cell.rows:
                 assert row.value is not None

@@ -161,8 +161,12 @@ def _waits_when_packed(setting: Setting) -> tuple[bool, str]:
                 session.begin_step(batch)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    asked = [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-    return not asked, f"{len(asked)} in a step" + (f", at {', '.join(asked)}" if asked else "")
+    requested = [
+        f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)
+    ]
+    return not requested, f"{len(requested)} in a step" + (
+        f", at {', '.join(requested)}" if requested else ""
+    )
 
 
 def _alignment(setting: Setting, dtype: str) -> tuple[bool, str]:

@@ -25,9 +25,9 @@ Baseline = Callable[[Sequence[Cell], Sequence[Cell]], Floats]
 _SCALE = 0.04
 
 
-def equations(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
+def equations(known: Sequence[Cell], requested: Sequence[Cell]) -> Floats:
     """Return what equations 3 and 4 predict, fitted to `known`."""
-    rates = sorted({cell.row["precision"] for cell in (*known, *asked)})
+    rates = sorted({cell.row["precision"] for cell in (*known, *requested)})
     start = np.log([*(1e14 for _ in rates), 2e10, 2e11])
 
     def log_predicted(x: Floats, cells: Sequence[Cell]) -> Floats:
@@ -42,7 +42,7 @@ def equations(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
     solution = least_squares(
         lambda x: np.log(log_predicted(x, known)) - printed, start, loss="cauchy", f_scale=_SCALE
     )
-    return log_predicted(solution.x, asked)
+    return log_predicted(solution.x, requested)
 
 
 def _by_equations(cell: Cell, rates: dict[str, float], pcie: float, nvlink: float) -> float:
@@ -63,15 +63,15 @@ def _block_parameters(cell: Cell) -> float:
     return float(sum(group.num_parameters for group in groups if group.segments[0].startswith("block")))
 
 
-def regression(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
+def regression(known: Sequence[Cell], requested: Sequence[Cell]) -> Floats:
     """Return what the robust log-linear regression predicts, fitted to `known`."""
     columns = sorted({name for cell in known for name in _dummies(cell)})
     printed = _printed(known)
     matrix = np.array([_features(cell, columns) for cell in known])
     start = np.linalg.lstsq(matrix, printed, rcond=None)[0]
     solution = least_squares(lambda x: matrix @ x - printed, start, loss="cauchy", f_scale=_SCALE)
-    predictions = np.exp(np.array([_features(cell, columns) for cell in asked]) @ solution.x)
-    is_known = [_dummies(cell) <= set(columns) for cell in asked]
+    predictions = np.exp(np.array([_features(cell, columns) for cell in requested]) @ solution.x)
+    is_known = [_dummies(cell) <= set(columns) for cell in requested]
     return np.where(is_known, predictions, np.nan)
 
 
@@ -86,9 +86,9 @@ def _features(cell: Cell, columns: Sequence[str]) -> list[float]:
     return [*sizes, *(float(name in own) for name in columns)]
 
 
-def neighbours(known: Sequence[Cell], asked: Sequence[Cell]) -> Floats:
+def neighbours(known: Sequence[Cell], requested: Sequence[Cell]) -> Floats:
     """Return what lies between the nearest known settings of the same method, first by model size, then by the others."""
-    return np.array([_between(cell, known) for cell in asked])
+    return np.array([_between(cell, known) for cell in requested])
 
 
 def _between(cell: Cell, known: Sequence[Cell]) -> float:

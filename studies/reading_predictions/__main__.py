@@ -38,12 +38,12 @@ def interval() -> None:
 
 def extrapolation() -> None:
     """Show a line through two short sequences, and where it ends up."""
-    short, longer, asked = 64, 128, 2048
-    seconds = {seq: on_cpu("opt-1.3b", seq=seq).timeline.step_time_s for seq in (short, longer, asked)}
+    short, longer, requested = 64, 128, 2048
+    seconds = {seq: on_cpu("opt-1.3b", seq=seq).timeline.step_time_s for seq in (short, longer, requested)}
     slope = (seconds[longer] - seconds[short]) / (longer - short)
-    line = seconds[short] + slope * (asked - short)
+    line = seconds[short] + slope * (requested - short)
     print(
-        f"a line through {short} and {longer} tokens, at {asked}: {line / seconds[asked] - 1:+.0%} of the model's step"
+        f"a line through {short} and {longer} tokens, at {requested}: {line / seconds[requested] - 1:+.0%} of the model's step"
     )
 
 

@@ -82,7 +82,9 @@ def held_out(known: Known) -> Table:
     }
     by_split = []
     for name, pairs in splits.items():
-        rows = [_row(item, fit) for seen, asked in pairs for fit in [fit_volumes(seen)] for item in asked]
+        rows = [
+            _row(item, fit) for seen, requested in pairs for fit in [fit_volumes(seen)] for item in requested
+        ]
         by_split += [
             Score.of([row for row in rows if row.case.startswith(models)], f"{name}: {models}")
             for models in (_OPT, "GPT2", "Llama")
@@ -109,13 +111,13 @@ def _by(known: Known, key: Callable[[Printed], object]) -> list[tuple[list[Print
 
 
 def _as_wic_ships(known: Known, dataset: str) -> tuple[list[Printed], list[Printed]]:
-    asked = [
+    requested = [
         item
         for item in known
         if item.case.dataset == dataset
         and not (item.case.model == "OPT-125M" and item.case.method in ("FO-SGD", "ZO-SGD"))
     ]
-    return without(known, asked), asked
+    return without(known, requested), requested
 
 
 def _between(known: Known) -> Iterator[float]:

@@ -85,29 +85,29 @@ class Findings:
 
 def ask_all(measured_machines: MeasuredMachines, machines: Sequence[str]) -> Findings:
     """Return what predictions for these machines show."""
-    asked = Findings(measured_machines)
+    requested = Findings(measured_machines)
     for hardware in machines:
         for dtype in ("float16", "float32", "int8"):
             for n, k in _SHAPES:
-                asked.sweep("matmul", hardware, "m", _ROWS, dtype=dtype, n=n, k=k)
+                requested.sweep("matmul", hardware, "m", _ROWS, dtype=dtype, n=n, k=k)
         for kind in ("attention", "attention_backward"):
             for head_dim, heads, kv_heads in _HEADS:
                 shape = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
                 for code in ("fa2", "fa3", "cudnn", "math"):
-                    asked.sweep(
+                    requested.sweep(
                         kind, hardware, "seq", _LENGTHS, dtype="float16", causal="true", code=code, **shape
                     )
-        asked.sweep("elementwise", hardware, "bytes", _BYTES)
-        asked.sweep("draw", hardware, "elements", _BYTES, dtype="float32")
+        requested.sweep("elementwise", hardware, "bytes", _BYTES)
+        requested.sweep("draw", hardware, "elements", _BYTES, dtype="float32")
         for direction in ("h2d", "d2h"):
-            asked.sweep("copy", hardware, "bytes", _BYTES, direction=direction)
+            requested.sweep("copy", hardware, "bytes", _BYTES, direction=direction)
         num_devices = len(measured_machines.of(hardware).devices)
         for ranks in (ranks for ranks in (2, 3, 4, 8, 16, 64) if ranks <= num_devices):
             for kind in ("all_reduce", "all_gather"):
-                asked.sweep(kind, hardware, "bytes", _BYTES, ranks=ranks)
+                requested.sweep(kind, hardware, "bytes", _BYTES, ranks=ranks)
         if num_devices > 1:
-            asked.sweep("p2p", hardware, "bytes", _BYTES, ranks=2)
-    return asked
+            requested.sweep("p2p", hardware, "bytes", _BYTES, ranks=2)
+    return requested
 
 
 def _machines(folder: Path | None) -> Iterator[str]:
@@ -126,12 +126,12 @@ def main(
     ] = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Count what is wrong with predictions of made-up rows; exit status 1 if there is anything but jumps."""
-    asked = ask_all(MeasuredMachines(hardware), machine or list(_machines(hardware)))
-    stdout.print(f"{asked.num_rows} rows", markup=False)
-    for what, count in asked.found.most_common():
+    requested = ask_all(MeasuredMachines(hardware), machine or list(_machines(hardware)))
+    stdout.print(f"{requested.num_rows} rows", markup=False)
+    for what, count in requested.found.most_common():
         if count:
             stdout.print(f"{count:6d}  {what}", markup=False)
-    if any(count and not what.endswith("jumps") for what, count in asked.found.items()):
+    if any(count and not what.endswith("jumps") for what, count in requested.found.items()):
         raise typer.Exit(1)
 
 

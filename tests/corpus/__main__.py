@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--every", type=int, default=1, help="only every Nth case of runs and requests")
-    asked = parser.parse_args()
+    parsed = parser.parse_args()
     makers: dict[str, Callable[[int], Iterator[tuple[str, Any]]]] = {
         "runs": runs,
         "requests": requests,
@@ -42,21 +42,21 @@ def main() -> int:
         "measured": measured,
     }
     made: dict[str, dict[str, Any]] = {}
-    for part in asked.parts.split(","):
+    for part in parsed.parts.split(","):
         made[part] = {}
-        for name, outcome in makers[part](asked.every):
+        for name, outcome in makers[part](parsed.every):
             made[part][name] = outcome
             print(f"\r{part}: {len(made[part])}", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-    if asked.action == "freeze":
-        asked.file.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
-        print(f"froze {', '.join(f'{len(cases)} {part}' for part, cases in made.items())} in {asked.file}")
+    if parsed.action == "freeze":
+        parsed.file.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+        print(f"froze {', '.join(f'{len(cases)} {part}' for part, cases in made.items())} in {parsed.file}")
         return 0
-    frozen = json.loads(asked.file.read_text())
+    frozen = json.loads(parsed.file.read_text())
     differences = [
         line
         for part in made
-        for line in differing(part, frozen[part], json.loads(json.dumps(made[part])), asked.every)
+        for line in differing(part, frozen[part], json.loads(json.dumps(made[part])), parsed.every)
     ]
     print("\n".join(differences) or f"no difference in {sum(map(len, made.values()))} cases")
     return 1 if differences else 0

@@ -87,7 +87,7 @@ SHAPES = ("opt", "llama", "gpt2")
 PRESETS = ("a100-80gb-milan", "rtx4090-2x", "dgx-1v", "h20-4x-milan", "cpu-laptop", "a100-80gb-3x4")
 MODELS = ("opt-1.3b", "opt-13b", "llama-3-8b", "gpt2-xl", "qwen3-0.6b")
 METHODS = ("auto", "mezo", "zo2", "pertp", "ddp", "2d", "sparq")
-ASKED = (
+REQUESTED = (
     (),
     ("--dtype", "float32"),
     ("--dtype", "float16", "--max-device-memory", "8GiB"),
@@ -149,8 +149,20 @@ def _pairs(words: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 def request_cases(num_cases: int, seed: int) -> list[tuple[str, ...]]:
     """Return requests to the planner as words of the command line, drawn without repetition."""
-    product = list(itertools.product(PRESETS, MODELS, METHODS, ("1", "4"), ASKED))
+    product = list(itertools.product(PRESETS, MODELS, METHODS, ("1", "4"), REQUESTED))
     return [
-        ("--hardware", preset, "--model", model, "--method", method, "--batch", batch, "--seq", "256", *asked)
-        for preset, model, method, batch, asked in random.Random(seed).sample(product, num_cases)
+        (
+            "--hardware",
+            preset,
+            "--model",
+            model,
+            "--method",
+            method,
+            "--batch",
+            batch,
+            "--seq",
+            "256",
+            *requested,
+        )
+        for preset, model, method, batch, requested in random.Random(seed).sample(product, num_cases)
     ]

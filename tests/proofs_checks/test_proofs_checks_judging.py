@@ -80,9 +80,9 @@ RIGHT = {
 @pytest.mark.crossed(quick=7)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_estimators_pass(name):
-    estimator, stated = RIGHT[name]
+    estimator, declared = RIGHT[name]
     judgement = judge_estimator(
-        estimator, num_samples=3 * FEW if name == "forward, normals" else FEW, **stated
+        estimator, num_samples=3 * FEW if name == "forward, normals" else FEW, **declared
     )
     assert judgement.failed == (), judgement.lines()
     assert [finding.name for finding in judgement.unresolved if "bias" not in finding.name] == [], (
@@ -167,11 +167,11 @@ WRONG = {
 @pytest.mark.crossed(quick=13)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_estimators_fail_by_what_is_wrong(name):
-    estimator, stated, finding = WRONG[name]
+    estimator, declared, finding = WRONG[name]
     num_samples = {"skewed": 20_000, "signs called normals": 40_000, "normals called signs": FEW}.get(
         name, 2_000
     )
-    judgement = judge_estimator(estimator, num_samples=num_samples, **stated)
+    judgement = judge_estimator(estimator, num_samples=num_samples, **declared)
     assert finding in [each.name for each in judgement.failed], judgement.lines()
 
 
@@ -221,8 +221,8 @@ RIGHT_QUANTIZERS = {
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("name", RIGHT_QUANTIZERS)
 def test_right_quantizers_pass(name):
-    quantizer, stated = RIGHT_QUANTIZERS[name]
-    judgement = judge_quantizer(quantizer, num_samples=2_000, **stated)
+    quantizer, declared = RIGHT_QUANTIZERS[name]
+    judgement = judge_quantizer(quantizer, num_samples=2_000, **declared)
     assert judgement.failed == (), judgement.lines()
     assert judgement.unresolved == (), judgement.lines()
 
@@ -299,8 +299,8 @@ WRONG_QUANTIZERS = {
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("name", WRONG_QUANTIZERS)
 def test_wrong_quantizers_fail_by_what_is_wrong(name):
-    quantizer, stated, finding = WRONG_QUANTIZERS[name]
-    judgement = judge_quantizer(quantizer, num_samples=2_000, **stated)
+    quantizer, declared, finding = WRONG_QUANTIZERS[name]
+    judgement = judge_quantizer(quantizer, num_samples=2_000, **declared)
     assert finding in [each.name for each in judgement.failed], judgement.lines()
 
 

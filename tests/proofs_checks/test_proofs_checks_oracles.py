@@ -89,8 +89,14 @@ def estimates():
                 difference == "forward"
             )
             mean = mean + g[:, None] * z / 2
-        asked = {"distribution": name, "difference": difference, "dimension": 5, "num_queries": 2, **facts}
-        close_on_average((mean**2).sum(1), evaluate("estimate_moments", asked)["mean_square"])
+        requested = {
+            "distribution": name,
+            "difference": difference,
+            "dimension": 5,
+            "num_queries": 2,
+            **facts,
+        }
+        close_on_average((mean**2).sum(1), evaluate("estimate_moments", requested)["mean_square"])
 
 
 def contraction():
@@ -245,8 +251,13 @@ def contraction_of_nearest():
         x = RANDOM.standard_normal(64)
         step = np.abs(x).max() / (2 ** (bits - 1) - 1)
         error = ((x - np.round(x / step) * step) ** 2).sum() / (x**2).sum()
-        asked = {"squares": float((x**2).sum()), "largest": float(np.abs(x).max()), "bits": bits, "numel": 64}
-        assert error <= evaluate("nearest_contraction", asked)["kappa_squared"] < 1
+        requested = {
+            "squares": float((x**2).sum()),
+            "largest": float(np.abs(x).max()),
+            "bits": bits,
+            "numel": 64,
+        }
+        assert error <= evaluate("nearest_contraction", requested)["kappa_squared"] < 1
 
 
 def expansion():
@@ -281,14 +292,14 @@ def noise_of_rounding():
             for a, s, c in ((plus, 0.5, uniform), (minus, 0.7, others))
         )
         g = (high - low) @ w / 0.2
-        asked = {
+        requested = {
             "weights": w.tolist(),
             "plus": plus.tolist(),
             "minus": minus.tolist(),
             "step_plus": 0.5,
             "step_minus": 0.7,
         }
-        variance = evaluate("codec_gradient_variance", {**asked, "epsilon": 0.1, "random_numbers": kind})
+        variance = evaluate("codec_gradient_variance", {**requested, "epsilon": 0.1, "random_numbers": kind})
         close_on_average((g - (plus - minus) @ w / 0.2) ** 2, variance)
 
 
@@ -305,21 +316,21 @@ def lemma():
     """Reached by a scalar chain: S₁ = C·x, rest ½La², gradients L·a·C, activation error κA."""
     c, smooth, kappa, size = 2.0, 3.0, 0.25, 1.5
     off = (smooth * kappa * size) ** 2 * (c**2 + 1)  # of x through S₁, and of the rest's own parameter, alike
-    asked = {"first_gradient": c, "rest_smoothness": smooth, "kappa": kappa, "output_bound": size}
-    assert evaluate("compressed_gradient_bound", asked) == pytest.approx(off)
+    requested = {"first_gradient": c, "rest_smoothness": smooth, "kappa": kappa, "output_bound": size}
+    assert evaluate("compressed_gradient_bound", requested) == pytest.approx(off)
 
 
 def stationarity():
     """Above what gradient descent along (δ·z)z does on ½|θ - t|²; and its floor is 12 B."""
     d, horizon = 8, 1000
     limits = evaluate("sparq_admissible", {"dimension": d, "smoothness": 1.0, "horizon": horizon})
-    asked = {"horizon": horizon, "dimension": d, "gap": 2.0, "smoothness": 1.0, **limits}
+    requested = {"horizon": horizon, "dimension": d, "gap": 2.0, "smoothness": 1.0, **limits}
     mean = np.mean([
         4.0 * evaluate("quadratic_contraction", {"dimension": d, "learning_rate": limits["learning_rate"], "num_steps": t})
         for t in range(1, horizon)
     ])  # fmt: skip
-    assert mean <= evaluate("sparq_stationarity_bound", asked)
-    endless = {**asked, "horizon": 10**14, "radius": 0.0, "learning_rate": 1e-6, "compression": 0.5}
+    assert mean <= evaluate("sparq_stationarity_bound", requested)
+    endless = {**requested, "horizon": 10**14, "radius": 0.0, "learning_rate": 1e-6, "compression": 0.5}
     assert evaluate("sparq_stationarity_bound", endless) == pytest.approx(6.0, rel=1e-2)
 
 
@@ -329,8 +340,8 @@ def messages():
             points = {(0, 0)} if difference == "forward" else set()
             for query in range(queries):
                 points |= {(query, 1)} if difference == "forward" else {(query, 1), (query, -1)}
-            asked = {"num_queries": queries, "num_stages": stages, "difference": difference}
-            wanted = evaluate("sparq_messages", asked)
+            requested = {"num_queries": queries, "num_stages": stages, "difference": difference}
+            wanted = evaluate("sparq_messages", requested)
             assert wanted["activations"] == len(points) * (stages - 1)
             assert wanted["scalars_printed"] == queries * (stages - 1)
 
@@ -399,8 +410,8 @@ def first_order():
     back = np.full((m + 1, p + 2), ready[m, p])
     for i, s in itertools.product(range(1, m + 1), range(p, 0, -1)):
         back[i, s] = max(back[i - 1, s], back[i, s + 1]) + b
-    asked = {"num_microbatches": m, "num_stages": p, "forward": f, "backward": b}
-    assert evaluate("first_order_step", asked)["seconds"] == pytest.approx(back[m, 1])
+    requested = {"num_microbatches": m, "num_stages": p, "forward": f, "backward": b}
+    assert evaluate("first_order_step", requested)["seconds"] == pytest.approx(back[m, 1])
 
 
 def ridges():
@@ -415,14 +426,15 @@ def ridges():
                 2 * epsilon if difference == "central" else epsilon
             )
             mean = mean + g[:, None] * z / 2
-        asked = {
+        requested = {
             "loss": name,
             "t": float(theta @ a),
             "slope_norm": float(np.linalg.norm(a)),
             "epsilon": epsilon,
         }
         wanted = evaluate(
-            "ridge_estimate_moments", {**asked, "dimension": 4, "difference": difference, "num_queries": 2}
+            "ridge_estimate_moments",
+            {**requested, "dimension": 4, "difference": difference, "num_queries": 2},
         )
         close_on_average((mean**2).sum(1), wanted["mean_square"])
         close_on_average(mean @ a / np.linalg.norm(a), wanted["mean"])
@@ -430,7 +442,7 @@ def ridges():
 
 def more_nodes():
     """Two nodes with the same bound of the gradient's error give theorem 1's terms."""
-    asked = {
+    requested = {
         "horizon": 50,
         "dimension": 3,
         "gap": 1.0,
@@ -440,10 +452,10 @@ def more_nodes():
         "sigma": 0.5,
     }
     both = evaluate(
-        "sparq_multinode_bounds", {**asked, "num_nodes": 2, "kappa": 0.5, "output_bound": 2.0, "psi": 1.0}
+        "sparq_multinode_bounds", {**requested, "num_nodes": 2, "kappa": 0.5, "output_bound": 2.0, "psi": 1.0}
     )
     assert both["lemma_5"] == pytest.approx(2 * 2 * 0.25 * 4)
-    half = evaluate("sparq_stationarity_bound", {**asked, "compression": both["lemma_5"]})
+    half = evaluate("sparq_stationarity_bound", {**requested, "compression": both["lemma_5"]})
     assert both["theorem_2_corrected"] == pytest.approx(half)
     assert both["theorem_2"] == pytest.approx(
         half - 6 * both["lemma_5"]
@@ -517,10 +529,10 @@ def test_the_reference_has_every_oracle_with_its_parameters_and_a_value():
         assert {key for key in rows if "default" in rows[key]} == {
             key for key in known if " = " in known[key]
         }
-        ((asked, shown),) = re.findall(
+        ((requested, shown),) = re.findall(
             rf"^\$ zosim check --oracle {name} --params '(.*)'\n(.*)$", text, re.MULTILINE
         )
-        value = json.dumps(evaluate(name, json.loads(asked)))
+        value = json.dumps(evaluate(name, json.loads(requested)))
         assert re.fullmatch(r"\d*".join(map(re.escape, shown.split("..."))), value), (name, value)
 
 

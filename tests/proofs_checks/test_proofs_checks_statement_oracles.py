@@ -28,8 +28,10 @@ def test_sharper_bounds_are_reached_and_below_the_printed_ones(random):
     bound = evaluate("sharp_smoothing_bounds", {"dimension": 1, "epsilon": epsilon, "smoothness": smoothness})
     close_on_average(smoothness * epsilon * np.abs(u), bound["gradient"])  # f' = L|x| at 0
     for d in (1, 3, 50):
-        asked = {"dimension": d, "epsilon": epsilon, "smoothness": smoothness, "gradient_norm": 1.5}
-        sharp, printed = (evaluate(name, asked) for name in ("sharp_smoothing_bounds", "smoothing_bounds"))
+        requested = {"dimension": d, "epsilon": epsilon, "smoothness": smoothness, "gradient_norm": 1.5}
+        sharp, printed = (
+            evaluate(name, requested) for name in ("sharp_smoothing_bounds", "smoothing_bounds")
+        )
         assert all(sharp[kind] <= printed[kind] for kind in sharp)
         z = random.standard_normal((20_000, d))
         slope = np.ones(d) * 1.5 / math.sqrt(d)
@@ -57,11 +59,11 @@ def test_errors_of_queries_shards_and_one_point(random):
     noise = random.standard_normal((50_000, queries, shards, d)) * math.sqrt(spread / d)
     slopes = slope + noise.mean(2)
     estimates = ((z * slopes).sum(2)[..., None] * z).mean(1)
-    asked = {"num_queries": queries, "dimension": d, "num_shards": shards, "spread": spread}
-    close_on_average(((estimates - slope) ** 2).sum(1), evaluate("query_error", asked))
+    requested = {"num_queries": queries, "dimension": d, "num_shards": shards, "spread": spread}
+    close_on_average(((estimates - slope) ** 2).sum(1), evaluate("query_error", requested))
     one = (level + epsilon * z[:, 0] @ slope)[:, None] / epsilon * z[:, 0]
-    asked = {"level": level, "gradient_norm": 1.0, "dimension": d, "epsilon": epsilon}
-    close_on_average(((one - slope) ** 2).sum(1), evaluate("one_point_error", asked))
+    requested = {"level": level, "gradient_norm": 1.0, "dimension": d, "epsilon": epsilon}
+    close_on_average(((one - slope) ** 2).sum(1), evaluate("one_point_error", requested))
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])

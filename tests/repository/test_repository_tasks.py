@@ -123,10 +123,10 @@ def test_other_packages_are_installed_by_hash_and_torch_where_this_python_brings
 
 
 def test_the_newest_versions_are_taken_whatever_upper_bounds_say(environment: ModuleType) -> None:
-    asked = environment._newest()
-    assert asked[0] == "--upgrade"
-    assert {"transformers>=5.21", "peft>=0.18", "setuptools>=77"} <= set(asked)
-    assert not any(line.startswith("torch") for line in asked)
+    requested = environment._newest()
+    assert requested[0] == "--upgrade"
+    assert {"transformers>=5.21", "peft>=0.18", "setuptools>=77"} <= set(requested)
+    assert not any(line.startswith("torch") for line in requested)
 
 
 @pytest.mark.parametrize("module", ["venv", "ensurepip"])
@@ -186,8 +186,8 @@ AGAIN = "run `python3 .ci/tasks.py lock`, and commit what it writes"
 
 def test_the_lock_was_made_from_what_the_project_asks_for() -> None:
     (project,) = (package for package in locked() if package["name"] == "zosim")
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    lines = {None: asked["project"]["dependencies"]} | asked["project"]["optional-dependencies"]
+    requested = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = {None: requested["project"]["dependencies"]} | requested["project"]["optional-dependencies"]
     expected = {
         (extra, canonicalize_name(one.name), frozenset(map(str, one.specifier)))
         for extra, requirements in lines.items()
@@ -249,14 +249,14 @@ def test_the_requirements_are_the_locked_versions_by_the_locked_hashes(environme
 
 def test_the_lowest_versions_are_no_lower_than_what_the_project_asks_for(environment: ModuleType) -> None:
     lowest = hashed_requirements(ROOT / ".ci" / "requirements-lowest.txt")
-    asked = environment.project()["project"]
-    for one in map(Requirement, [*asked["dependencies"], *asked["optional-dependencies"]["run"]]):
+    requested = environment.project()["project"]
+    for one in map(Requirement, [*requested["dependencies"], *requested["optional-dependencies"]["run"]]):
         if one.name != "torch":
             (version,) = lowest[canonicalize_name(one.name)][0]
             assert one.specifier.contains(version), AGAIN
     (transformers,) = lowest["transformers"][0]
     assert f"transformers>={transformers.removesuffix('.0')}," in " ".join(
-        asked["optional-dependencies"]["run"]
+        requested["optional-dependencies"]["run"]
     )
 
 

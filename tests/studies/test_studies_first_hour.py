@@ -225,7 +225,7 @@ def test_paths_are_noted_one_by_one_and_one_that_fails_hides_no_other(tmp_path):
 
 
 @pytest.fixture
-def asked(tmp_path):
+def requested(tmp_path):
     """What is asked of the simulated device, by question, with the device's findings."""
 
     def answers():
@@ -238,15 +238,15 @@ def asked(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_only_a_device_can_answer_is_asked_with_what_is_expected(asked):
-    answers, findings = asked()
+def test_what_only_a_device_can_answer_is_asked_with_what_is_expected(requested):
+    answers, findings = requested()
     assert len(answers) == 8
     assert [row for row in answers.values() if not row["is_right"]] == []
     assert findings == []
 
 
 @pytest.mark.slow
-def test_an_answer_that_was_not_expected_says_what_is_so(asked, monkeypatch):
+def test_an_answer_that_was_not_expected_says_what_is_so(requested, monkeypatch):
     monkeypatch.setattr("tests.support.simulated_cuda.device.NATIVE_STREAMS", 16)
     monkeypatch.setattr(
         "tests.support.simulated_cuda.modes._MULTIPLES", {"aten._int_mm": 4, "aten._scaled_mm": 16}
@@ -258,7 +258,7 @@ def test_an_answer_that_was_not_expected_says_what_is_so(asked, monkeypatch):
         return real(self, batch, **options)
 
     monkeypatch.setattr(Session, "begin_step", begin_step)
-    answers, _ = asked()
+    answers, _ = requested()
     wrong = {case: row["details"] for case, row in answers.items() if not row["is_right"]}
     assert len(wrong) == 3
     assert "16 native streams among 96" in wrong["torch's streams go round 32"]

@@ -87,17 +87,18 @@ def test_every_chosen_constant_changes_something_and_is_put_back() -> None:
 
 def test_made_up_rows_show_what_no_measurement_is_needed_for(monkeypatch, tmp_path: Path) -> None:
     measured_machines = MeasuredMachines(tmp_path)
-    asked = Findings(measured_machines)
-    asked.sweep("copy", "a100-80gb-milan", "bytes", (2**20, 2**21, 2**22), direction="h2d")
-    asked.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
-    assert (asked.num_rows, asked.found.total()) == (5, 0)
-    asked.sweep("matmul", "no-such-machine", "m", (128, 256), dtype="float16", n=4096, k=4096)
-    assert +asked.found == {"matmul: no answer": 2}
+    requested = Findings(measured_machines)
+    requested.sweep("copy", "a100-80gb-milan", "bytes", (2**20, 2**21, 2**22), direction="h2d")
+    requested.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
+    assert (requested.num_rows, requested.found.total()) == (5, 0)
+    requested.sweep("matmul", "no-such-machine", "m", (128, 256), dtype="float16", n=4096, k=4096)
+    assert +requested.found == {"matmul: no answer": 2}
     # A prediction that does not see the size, faster than any product.
     monkeypatch.setattr(made_up, "outcome", lambda row, _: Forecast(1e-9 / row.count("m"), 1.0, 2.0))
-    asked.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
+    requested.sweep("matmul", "a100-80gb-milan", "m", (128, 256), dtype="float16", n=4096, k=4096)
     assert {
-        f"matmul: {what}": asked.found[f"matmul: {what}"] for what in ("falls", "interval", "above the peak")
+        f"matmul: {what}": requested.found[f"matmul: {what}"]
+        for what in ("falls", "interval", "above the peak")
     } == {
         "matmul: falls": 1,
         "matmul: interval": 2,

@@ -173,10 +173,10 @@ class Case:
 
     Attributes
     ----------
-    stated : tuple of (str, Any)
+    declared : tuple of (str, Any)
     """
 
-    stated: tuple[tuple[str, Any], ...]
+    declared: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Case:
@@ -187,13 +187,13 @@ class Case:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All settings by name."""
-        return {name: first for name, (first, *_) in values().items()} | dict(self.stated)
+        return {name: first for name, (first, *_) in values().items()} | dict(self.declared)
 
     def __getitem__(self, name: str) -> Any:
         return self.settings[name]
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={_word(value)}" for name, value in self.stated)
+        return " ".join(f"{name}={_word(value)}" for name, value in self.declared)
 
     @property
     def tuned(self) -> Tuned | None:
@@ -216,7 +216,7 @@ class Case:
             If the settings contradict each other, or cannot be run in a test's process.
         """
         axes: dict[str, dict[str, Any]] = {name: {} for name in AXES}
-        for name, value in self.stated:
+        for name, value in self.declared:
             section, _, field = name.partition(".")
             if section in axes:
                 axes[section][field] = value
@@ -251,7 +251,7 @@ class Case:
     @property
     def plain(self) -> Case:
         """The case of the same numbers in which nothing is done otherwise than it has to be."""
-        plan, settings = self.plan(), dict(self.stated)
+        plan, settings = self.plan(), dict(self.declared)
         rounds = {"transfers_round": plan.is_transfer_lossy, "codecs_round": plan.split.is_lossy}
         kept = (
             {"split.split_points"}
@@ -352,11 +352,11 @@ def assert_as_wanted(case: Case, folder: Path, expected: Found | None = None) ->
 
 def case_named(words: str) -> Case:
     """Return the case that prints as `words`."""
-    stated = {}
+    declared = {}
     for word in words.split():
         name, _, value = word.partition("=")
-        stated[name] = next(one for one in values()[name] if _word(one) == value)
-    return Case.of(stated)
+        declared[name] = next(one for one in values()[name] if _word(one) == value)
+    return Case.of(declared)
 
 
 # -- which cases there are --------------------------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def all_cases() -> Iterator[Case]:
 def of_one_rank(cases: Iterable[Case]) -> list[Case]:
     """Return the cases without other ranks, run from the first step."""
     left_out = ("mesh.", "split.", "residency.transfers", "way")
-    kept = (Case(tuple(pair for pair in case.stated if not pair[0].startswith(left_out))) for case in cases)
+    kept = (Case(tuple(pair for pair in case.declared if not pair[0].startswith(left_out))) for case in cases)
     return list(dict.fromkeys(case for case in kept if is_possible(case.settings, most_ranks=1)))
 
 

@@ -57,12 +57,12 @@ def test_help_of_the_package_lists_what_can_be_called() -> None:
     ],
 )
 def test_weights_have_the_checkpoints_format_unless_another_is_named(
-    model, hardware, stated, expected
+    model, hardware, declared, expected
 ) -> None:
-    options = {} if stated is None else {"dtype": stated}
+    options = {} if declared is None else {"dtype": declared}
     decision = zosim.plan(model, hardware, seq=16, **options)
     assert decision.plan.storage_dtype == expected
-    assert decision.reasons[0].startswith(f"weights in {expected}") == (stated is None)
+    assert decision.reasons[0].startswith(f"weights in {expected}") == (declared is None)
     if hardware == "t4-1x":
         return  # the price table has none
     answer = zosim.buy(
@@ -118,8 +118,8 @@ def test_planning_from_python_is_the_command(tmp_path: Path) -> None:
 def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
     where = {"hardware": "a100-80gb-milan", "batch": 2, "seq": 64}
     lora = LoRA(rank=2, target_modules=("q_proj", "fc1"), lazy_steps=50, max_rank=8)
-    stated = {"lora_rank": 2, "lora_targets": "q_proj,fc1", "lora_lazy_steps": 50, "lora_max_rank": 8}
-    decision = zosim.plan("opt-125m", **where, **stated, weights="adapters")
+    declared = {"lora_rank": 2, "lora_targets": "q_proj,fc1", "lora_lazy_steps": 50, "lora_max_rank": 8}
+    decision = zosim.plan("opt-125m", **where, **declared, weights="adapters")
     assert decision.plan.model == read_model_spec("opt-125m", trainable=lora)
     assert decision.plan.points_are_adapters
     assert "opt-125m beside adapters of rank 8" in repr(decision._repr_html_())
@@ -127,7 +127,7 @@ def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
     with pytest.raises(zosim.ZosimError, match="need a rank and target layers"):
         zosim.plan("opt-125m", **where, lora_rank=2)
     with pytest.raises(zosim.ZosimError, match="exclude each other"):
-        zosim.plan("opt-125m", **where, prefix=5, **stated)
+        zosim.plan("opt-125m", **where, prefix=5, **declared)
 
 
 def test_facts_of_a_batch_count_where_a_packed_forward_saves_by_them() -> None:
@@ -188,7 +188,7 @@ def test_what_is_quoted_stays_as_it_is() -> None:
 
 def test_what_no_stage_can_do_is_planned_without_stages() -> None:
     """Points as adapters do not go with split points, and the machine has two devices."""
-    asked = {"batch": 2, "seq": 32, "weights": "adapters", "distribution": "lozo", "tune": "linears"}
-    assert zosim.plan("opt-125m", "rtx4090-2x", **asked).plan.mesh.stage == 1
+    requested = {"batch": 2, "seq": 32, "weights": "adapters", "distribution": "lozo", "tune": "linears"}
+    assert zosim.plan("opt-125m", "rtx4090-2x", **requested).plan.mesh.stage == 1
     with pytest.raises(zosim.ZosimError, match="does not go with split points"):
-        zosim.plan("opt-125m", "rtx4090-2x", mesh="stage=2", **asked)
+        zosim.plan("opt-125m", "rtx4090-2x", mesh="stage=2", **requested)

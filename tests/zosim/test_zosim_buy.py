@@ -262,18 +262,20 @@ def test_a_model_must_be_named():
 @pytest.mark.slow
 def test_where_nothing_fits_the_answer_says_why_and_what_would():
     """The largest batch that fits, and the least deadline and budget, are true: asked for, they are met."""
-    asked = ["--model", "opt-13b", "--seq", "2048", "--machines", "rtx4090-2x,cpu-laptop", "--count", "1"]
-    answer = json.loads(_bought(asked, "--batch", "512"))
+    requested = ["--model", "opt-13b", "--seq", "2048", "--machines", "rtx4090-2x,cpu-laptop", "--count", "1"]
+    answer = json.loads(_bought(requested, "--batch", "512"))
     assert answer["offers"] == []
     first, more, smaller = answer["nothing_within_limits"]
     assert "3 ways fail, 3 for want of memory" in first
     assert more.startswith("with ")
     assert "rtx4090-2x with 1 device, where least lacks" in more
     batch = int(smaller.removeprefix("with --batch ").partition(" ")[0])
-    sizes = {size: json.loads(_bought(asked, "--batch", str(size)))["offers"] for size in (batch, 2 * batch)}
+    sizes = {
+        size: json.loads(_bought(requested, "--batch", str(size)))["offers"] for size in (batch, 2 * batch)
+    }
     assert "rtx4090-2x" in {offer["machine"] for offer in sizes[batch]}
     assert "rtx4090-2x" not in {offer["machine"] for offer in sizes[2 * batch]}
-    plain_text = invoke(*asked, "--batch", "512").stdout
+    plain_text = invoke(*requested, "--batch", "512").stdout
     assert "ranked by" not in plain_text
     assert smaller[:12] in plain_text
 
@@ -281,18 +283,18 @@ def test_where_nothing_fits_the_answer_says_why_and_what_would():
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("option", "unit"), [("--deadline", "h"), ("--budget", "")])
 def test_the_limit_that_would_let_a_machine_in_does(option, unit):
-    asked = ["--model", "opt-1.3b", "--seq", "256", "--machines", "a100-80gb-milan", "--count", "1"]
-    asked += ["--pay", "rent", "--simulate", "1", "--explain", "0"]
-    answer = json.loads(_bought(asked, option, f"0.01{unit}"))
+    requested = ["--model", "opt-1.3b", "--seq", "256", "--machines", "a100-80gb-milan", "--count", "1"]
+    requested += ["--pay", "rent", "--simulate", "1", "--explain", "0"]
+    answer = json.loads(_bought(requested, option, f"0.01{unit}"))
     _, remedy = answer["nothing_within_limits"]
     wanted = remedy.removeprefix(f"with {option} ").partition(" or more")[0].strip("'")
-    offers = json.loads(_bought(asked, option, wanted))
+    offers = json.loads(_bought(requested, option, wanted))
     assert [offer["within_limits"] for offer in offers["offers"]] in (["yes"], ["perhaps"])
     assert offers["nothing_within_limits"] == []
 
 
-def _bought(asked, *more):
-    result = invoke(*asked, *more, "--json")
+def _bought(requested, *more):
+    result = invoke(*requested, *more, "--json")
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -19,11 +19,11 @@ from zosim.plans import Plan, upgrade
 def test_every_refusal_of_a_file_says_how_to_make_one(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    for asked in (path, tmp_path, tmp_path / "missing.json"):
+    for requested in (path, tmp_path, tmp_path / "missing.json"):
         with pytest.raises(PlanError) as refusal:
-            Plan.load(asked)
+            Plan.load(requested)
         assert refusal.value.hint == Plan.document.make
-        assert str(asked) in refusal.value.message
+        assert str(requested) in refusal.value.message
 
 
 def test_what_can_be_written_is_found_without_writing(tmp_path: Path) -> None:

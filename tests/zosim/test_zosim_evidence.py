@@ -159,8 +159,8 @@ def changed(file, change, *, resign=True):
     content = json.loads(file.read_text())
     content.pop("sha256")
     change(content)
-    stated = with_digest(content)["sha256"] if resign else "0" * 64
-    file.write_text(json.dumps(content | {"sha256": stated}))
+    declared = with_digest(content)["sha256"] if resign else "0" * 64
+    file.write_text(json.dumps(content | {"sha256": declared}))
     return file
 
 

@@ -412,8 +412,8 @@ def test_recomputing_keeps_inputs_alone_and_runs_blocks_again():
 
 
 def test_options_of_a_first_order_step_change_what_they_say():
-    def of(**stated):
-        planned = planned_run_of(plan_of((), data=2, batch=2, seq=1), first_order_of("adam", **stated))
+    def of(**declared):
+        planned = planned_run_of(plan_of((), data=2, batch=2, seq=1), first_order_of("adam", **declared))
         swept = sum(item.work.sweep_bytes for item in planned.programs.program_of(0).step)
         return planned.step_time_s, planned.footprints.largest.device_bytes, swept
 
@@ -429,12 +429,12 @@ def test_options_of_a_first_order_step_change_what_they_say():
 
 def test_what_is_about_a_first_order_step_asks_for_one():
     assert first_order_of(None, microbatches=1, schedule="gpipe", recompute=False, samples=1) is None
-    for stated, words in (
+    for declared, words in (
         ({"recompute": True}, "--recompute needs"),
         ({"sharding": "full"}, "--sharding full needs"),
         ({"microbatches": 2}, "--microbatches 2 needs"),
     ):
         with pytest.raises(PlanError, match=words):
-            first_order_of(None, **stated)
+            first_order_of(None, **declared)
     with pytest.raises(PlanError, match="--foreach does not apply to --first-order sgd"):
         first_order_of("sgd", foreach=True)

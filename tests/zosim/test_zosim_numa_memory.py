@@ -109,8 +109,8 @@ def test_a_host_too_small_says_which_domains_and_whether_they_are_assumed() -> N
 @pytest.mark.slow
 def test_the_interval_shows_a_bandwidth_that_is_assumed() -> None:
     """50 GB/s of a domain are assumed, PCIe 5.0 x16 carries 54.2: at most that, at least half of what is assumed."""
-    assumed, stated = host(2, gpu="rtx5090"), host(2, "256 GiB", "100 GB/s", gpu="rtx5090")
-    guess, known = (decided(topology, "opt-30b") for topology in (assumed, stated))
+    assumed, declared = host(2, gpu="rtx5090"), host(2, "256 GiB", "100 GB/s", gpu="rtx5090")
+    guess, known = (decided(topology, "opt-30b") for topology in (assumed, declared))
     assert guess.prediction.step_time_s == pytest.approx(known.prediction.step_time_s)
     low, high = guess.prediction.low_s, guess.prediction.high_s
     assert high / guess.prediction.step_time_s > 1.9

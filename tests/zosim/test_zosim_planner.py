@@ -26,23 +26,23 @@ def request(
     return request_for(read_model_spec(model), topology, profile=profile_for(topology, device), **fields)
 
 
-def simulated_s(asked: Request, plan: Plan) -> float:
-    return PlannedRun(plan, asked.hardware.topology, asked.hardware.profile).timeline.step_time_s
+def simulated_s(requested: Request, plan: Plan) -> float:
+    return PlannedRun(plan, requested.hardware.topology, requested.hardware.profile).timeline.step_time_s
 
 
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize("limit", [None, 2 * GIB])
 def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
-    asked = request(max_device_bytes=limit)
-    decision = choose(asked)
-    fitting = [p for p in placements(asked) if p in [c.plan for c in (decision.chosen, *decision.others)]]
-    best = min(simulated_s(asked, plan) for plan in fitting)
+    requested = request(max_device_bytes=limit)
+    decision = choose(requested)
+    fitting = [p for p in placements(requested) if p in [c.plan for c in (decision.chosen, *decision.others)]]
+    best = min(simulated_s(requested, plan) for plan in fitting)
     assert decision.prediction.step_time_s == pytest.approx(best, rel=1e-12)
 
 
-def weights_of(asked: Request) -> dict[tuple[str, bool], float]:
+def weights_of(requested: Request) -> dict[tuple[str, bool], float]:
     """Return the least seconds, simulated or bounded, of the ways to the points that were looked at and fit."""
-    decision = choose(asked)
+    decision = choose(requested)
     found: dict[tuple[str, bool], float] = {}
     for candidate in (decision.chosen, *decision.others):
         plan = candidate.plan
@@ -115,15 +115,15 @@ def test_nothing_fits_names_the_closest_and_what_it_lacks() -> None:
 
 
 def test_a_chunked_loss_is_used_only_where_it_is_needed() -> None:
-    asked = request(batch=8, seq=2048)
-    assert choose(asked).chosen.plan.forward.loss_chunk_tokens is None
+    requested = request(batch=8, seq=2048)
+    assert choose(requested).chosen.plan.forward.loss_chunk_tokens is None
     tight = choose(request(batch=8, seq=2048, max_device_bytes=int(5.0 * GIB)))
     assert tight.chosen.plan.forward.loss_chunk_tokens is not None
 
 
 def test_plans_compute_the_same_thing_unless_loss_is_allowed() -> None:
-    asked = request(dtype="float32", method="zo2")
-    assert all(not plan.is_transfer_lossy for plan in placements(asked))
+    requested = request(dtype="float32", method="zo2")
+    assert all(not plan.is_transfer_lossy for plan in placements(requested))
     lossy = {
         plan.transfer_dtype for plan in placements(request(dtype="float32", method="zo2", allow_lossy=True))
     }
@@ -169,8 +169,8 @@ def test_ablations_are_fixed_fields_and_each_costs_what_it_removes() -> None:
 
 
 def test_what_is_fixed_is_never_traded_away() -> None:
-    asked = request(fixed={"schedule": {"traversal": "sweep"}})
-    assert {plan.schedule.traversal for plan in placements(asked)} == {"sweep"}
+    requested = request(fixed={"schedule": {"traversal": "sweep"}})
+    assert {plan.schedule.traversal for plan in placements(requested)} == {"sweep"}
 
 
 def test_a_fixed_field_that_no_plan_can_have_is_refused() -> None:

@@ -48,11 +48,11 @@ def test_layers_that_a_model_keeps_transposed_are_quantized_too():
 
 def test_qvalues_are_chosen_where_the_bus_limits_and_memory_is_short():
     """Half the bytes over PCIe, and staging buffers that fit where those of fp16 beside fp8 staging do not."""
-    asked = request(max_device_bytes=3 * GIB, allow_lossy=True)
-    decision = choose(asked)
+    requested = request(max_device_bytes=3 * GIB, allow_lossy=True)
+    decision = choose(requested)
     plan = decision.chosen.plan
     assert (plan.low_bits.weights, plan.residency.blocks) == ("int8", "offloaded")
-    plain = choose(asked.over(set_in(allow_lossy=False)))
+    plain = choose(requested.over(set_in(allow_lossy=False)))
     assert "pcie" in plain.reasons[0]
     assert decision.chosen.seconds < 0.85 * plain.chosen.seconds
     (words,) = [reason for reason in decision.reasons if reason.startswith("with float16 linear layers")]

@@ -32,8 +32,8 @@ def request(
     return request_for(read_model_spec(model), topology, **fields)
 
 
-def seconds(asked: Request) -> float:
-    return choose(asked).chosen.seconds
+def seconds(requested: Request) -> float:
+    return choose(requested).chosen.seconds
 
 
 def fed_over_pcie(*, nvlink: bool, transfers: str | None = None) -> Request:
@@ -68,8 +68,8 @@ def test_the_planner_slices_where_that_pays_alone() -> None:
 
 @pytest.mark.slow
 def test_the_choice_is_the_best_of_a_full_search() -> None:
-    asked = request("rtx4090-2x", batch=3, seq=256, fixed={"residency": {"num_staging_buffers": 2}})
-    decision = choose(asked)
+    requested = request("rtx4090-2x", batch=3, seq=256, fixed={"residency": {"num_staging_buffers": 2}})
+    decision = choose(requested)
     every = [candidate.planned.step_time_s for candidate in (decision.chosen, *decision.others)]
     assert decision.chosen.seconds <= min(every) * (1 + 1e-3)
     assert decision.chosen.plan.mesh.world_size > 1
@@ -99,16 +99,16 @@ def test_more_devices_never_make_the_best_plan_slower() -> None:
     ],
 )
 def test_methods_name_meshes(method: str, shapes: set[tuple[int, int]]) -> None:
-    asked = request("h20-4x-milan", method=method)
-    assert {(mesh.data, mesh.perturb) for mesh in meshes(asked)} == shapes
-    blocks = {plan.residency.blocks for plan in placements(asked)}
+    requested = request("h20-4x-milan", method=method)
+    assert {(mesh.data, mesh.perturb) for mesh in meshes(requested)} == shapes
+    blocks = {plan.residency.blocks for plan in placements(requested)}
     assert blocks == {"mezo": {"resident"}, "zo2": {"offloaded"}}.get(method, {"resident", "offloaded"})
 
 
 def test_queries_are_shared_out_as_far_as_that_helps() -> None:
-    asked = request("dgx-h100", method="pertp", estimator=Estimator(num_queries=3))
+    requested = request("dgx-h100", method="pertp", estimator=Estimator(num_queries=3))
     # Six points: by 4 or 5 ranks the largest part is two, as by 3.
-    assert sorted(mesh.perturb for mesh in meshes(asked)) == [2, 3, 6]
+    assert sorted(mesh.perturb for mesh in meshes(requested)) == [2, 3, 6]
 
 
 def test_a_mesh_reads_as_it_is_nested() -> None:
@@ -124,12 +124,12 @@ def test_a_mesh_reads_as_it_is_nested() -> None:
 
 
 def test_ranks_lie_on_one_host_if_they_fit_and_on_like_numbers_of_devices_otherwise() -> None:
-    asked = request("dgx-h100", num_hosts=2)
-    first, *spread = layouts(asked, 4)
+    requested = request("dgx-h100", num_hosts=2)
+    first, *spread = layouts(requested, 4)
     assert first.devices == ("host0/gpu0", "host0/gpu1", "host0/gpu2", "host0/gpu3")
     assert first.hosts == ()
     assert {len(part) for placement in spread for part in placement.ranks_by_host} <= {1, 2, 4}
-    (whole,) = layouts(asked, 16)
+    (whole,) = layouts(requested, 16)
     assert [len(part) for part in whole.ranks_by_host] == [8, 8]
 
 
@@ -154,14 +154,14 @@ def test_what_a_method_needs_is_said() -> None:
 
 
 def test_private_copies_may_not_fit_a_host_that_holds_a_shared_one() -> None:
-    asked = request(
+    requested = request(
         "h20-4x-milan",
         "opt-1.3b",
         mesh=Mesh(data=4),
         max_host_bytes=4 * GIB,
         fixed={"residency": {"blocks": "offloaded"}},
     )
-    decision = choose(asked)
+    decision = choose(requested)
     assert decision.chosen.plan.residency.transfers != "private"
     assert all("host memory" in candidate.missing for candidate in decision.rejected)
     assert {candidate.plan.residency.transfers for candidate in decision.rejected} == {"private"}
@@ -228,7 +228,7 @@ def test_hosts_may_have_unlike_numbers_of_gpus():
     nodes = tuple(node for node in machine.nodes if node.id not in gone)
     links = tuple(link for link in machine.links if not gone & {link.source, link.target})
     uneven = machine.model_copy(update={"nodes": nodes, "links": links})
-    asked = request(uneven, "opt-1.3b", mesh=Mesh(data=4), seq=512)
-    plan = choose(asked).chosen.plan
+    requested = request(uneven, "opt-1.3b", mesh=Mesh(data=4), seq=512)
+    plan = choose(requested).chosen.plan
     assert [len(ranks) for ranks in plan.placement.ranks_by_host] == [1, 3]
-    assert seconds(asked) < seconds(request(uneven, "opt-1.3b", mesh=Mesh(), seq=512))
+    assert seconds(requested) < seconds(request(uneven, "opt-1.3b", mesh=Mesh(), seq=512))

@@ -407,9 +407,9 @@ def test_a_domain_without_rows_is_said_to_be_missing():
 def test_baselines_find_a_power_law():
     law = {"OPT-1.3B": "1000", "OPT-2.7B": "500", "OPT-13B": "100"}
     cells, _, _ = cells_of([row(model=name, value=value) for name, value in law.items()])
-    asked = [cell(model="OPT-6.7B")]
-    assert 100 < neighbours(cells, asked)[0] < 500
-    assert 150 < regression(cells, asked)[0] < 250
+    requested = [cell(model="OPT-6.7B")]
+    assert 100 < neighbours(cells, requested)[0] < 500
+    assert 150 < regression(cells, requested)[0] < 250
 
 
 def test_the_audit_finds_planted_impossibilities_and_leaves_a_plain_table_alone():

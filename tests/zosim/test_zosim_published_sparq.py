@@ -100,9 +100,9 @@ def test_a_fit_finds_the_constants_that_made_the_numbers():
     values = {term.name: term for term in fit.terms}
     for dataset, tokens in truth.items():
         assert values[f"tokens|{dataset}"].value == pytest.approx(tokens, rel=0.02)
-    asked = VolumeCase("OPT-6.7B", "WIC", "SparQ", 2, 2)
+    requested = VolumeCase("OPT-6.7B", "WIC", "SparQ", 2, 2)
     expected = 16384 * 6 * 2 / 8 * 0.25 * 3e5 / 1e9
-    found = predicted_volume(asked, fit)
+    found = predicted_volume(requested, fit)
     assert found.exact == pytest.approx(expected, rel=0.05)
     assert found.low < expected < found.high
 

@@ -48,10 +48,10 @@ def request(hardware, split_options=None, *, mesh=None, queries=2, **fields):
 
 
 def ranking(hardware, split_options, mesh):
-    asked = request(hardware, split_options, mesh=mesh)
-    devices = tuple(node.id for node in asked.hardware.topology.compute_devices[: mesh.world_size])
-    placement = Placement(topology=asked.hardware.name, devices=devices)
-    return Ranking(pipeline_of(asked, mesh, placement), split_options)
+    requested = request(hardware, split_options, mesh=mesh)
+    devices = tuple(node.id for node in requested.hardware.topology.compute_devices[: mesh.world_size])
+    placement = Placement(topology=requested.hardware.name, devices=devices)
+    return Ranking(pipeline_of(requested, mesh, placement), split_options)
 
 
 def test_without_split_points_the_stages_are_balanced():
@@ -195,14 +195,14 @@ def test_a_saved_model_is_split_between_its_blocks():
 @pytest.mark.parametrize(("difference", "per_boundary"), [("forward", 3), ("central", 4)])
 def test_a_step_sends_as_many_activations_as_print_counts(difference, per_boundary):
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
-    asked = request(
+    requested = request(
         "dgx-h100",
         split_options_of(MODEL, Split(split_points=("block.3", "block.7"))),
         mesh=Mesh(stage=3),
         fixed=fixed,
     )
-    asked = asked.over(set_in(estimator={"num_queries": 2, "difference": difference}))
-    decision = choose(asked)
+    requested = requested.over(set_in(estimator={"num_queries": 2, "difference": difference}))
+    decision = choose(requested)
     planned = decision.chosen.planned
     found = pipelining(planned)
     # (P + 1)(M - 1) and 2P(M - 1), for P = 2 and M = 3.

@@ -57,14 +57,14 @@ def test_stages_are_told_of_where_they_lose() -> None:
     ],
 )
 def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None:
-    asked = request(
+    requested = request(
         hardware,
         estimator=Estimator(num_queries=2),
         perturbations=Perturbations(rng=rng),
         weights=SINGLE,
         max_ranks=4,
     )
-    decision = choose(asked)
+    decision = choose(requested)
     staged = [c for c in (decision.chosen, *decision.others) if c.plan.mesh.stage > 1]
     assert staged
     for candidate in staged:
@@ -86,8 +86,8 @@ def splits(plans: list[Plan]) -> set[str]:
 
 
 def test_a_codec_is_tried_only_if_it_is_asked_for() -> None:
-    asked = request("cpu-cluster-1gbit", **COUNTER, weights=SINGLE, allow_lossy=True)
-    assert splits(list(staged_plans(asked))) == {"none"}
+    requested = request("cpu-cluster-1gbit", **COUNTER, weights=SINGLE, allow_lossy=True)
+    assert splits(list(staged_plans(requested))) == {"none"}
     with pytest.raises(PlanError, match="are lossy"):
         choose(request("cpu-cluster-1gbit", codec="q8", weights=SINGLE))
 

@@ -78,9 +78,19 @@ def test_what_goes_through_too_few_bits_is_told(made, reported):
 
 
 def test_planning_warns():
-    asked = ["plan", "--model", "opt-125m", "--hardware", "cpu-cluster-1gbit", "--batch", "4", "--seq", "512"]
-    asked += ["--mesh", "stage=2", "--split-points", "block.5", "--residual-codec", "q2", "--allow-lossy"]
-    result = CliRunner().invoke(app, asked)
+    requested = [
+        "plan",
+        "--model",
+        "opt-125m",
+        "--hardware",
+        "cpu-cluster-1gbit",
+        "--batch",
+        "4",
+        "--seq",
+        "512",
+    ]
+    requested += ["--mesh", "stage=2", "--split-points", "block.5", "--residual-codec", "q2", "--allow-lossy"]
+    result = CliRunner().invoke(app, requested)
     assert result.exit_code == 0, result.output
     assert "codec q2" in result.stderr
     assert "below ε = 0.03" in result.stderr

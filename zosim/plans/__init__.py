@@ -323,11 +323,11 @@ def _share(count: int, num_parts: int, part: int) -> range:
 
 def _without_usual_formats(data: dict[str, Any]) -> dict[str, Any]:
     """Leave out formats of products and transfers that are the weights', so that the same plan has one spelling."""
-    stated = _fields(data.get("weights")).get("dtype", "float32")
+    declared = _fields(data.get("weights")).get("dtype", "float32")
     usual = {}
     for axis, name in (("forward", "compute_dtype"), ("residency", "transfer_dtype")):
         fields = _fields(data.get(axis))
-        if fields.get(name) == stated:
+        if fields.get(name) == declared:
             usual[axis] = {**fields, name: None}
     return data | usual
 

@@ -141,7 +141,7 @@ class ForwardPass(Axis):
         """Yield what does not go with forwards of the whole model at one point, one for each token."""
         num_messages = len(plan.points) * (self.num_new_tokens or 0)
         # Stages first: where blocks are and how they are visited is often the planner's choice, the mesh rarely is.
-        for is_stated, what, remedy in (
+        for is_requested, what, remedy in (
             (
                 bool(plan.split.split_points),
                 "split points or stages, the first of which would wait for the last before every token",
@@ -161,5 +161,5 @@ class ForwardPass(Axis):
             (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),
             (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
         ):
-            if is_stated:
+            if is_requested:
                 yield f"--max-new-tokens {self.num_new_tokens}: text cannot be generated with {what}", remedy

@@ -252,10 +252,10 @@ class LowBits(Axis):
         """Yield what quantized values do not do."""
         yield from self._conflicts_of_files(plan)
         if not self.quantizes_weights:
-            stated = self.model_dump(exclude_defaults=True)
-            if stated:
+            declared = self.model_dump(exclude_defaults=True)
+            if declared:
                 yield (
-                    f"{', '.join(stated)} need quantized weights",
+                    f"{', '.join(declared)} need quantized weights",
                     f"add --weight-format, such as --weight-format {QuantFormat.__args__[0]}",  # type: ignore[attr-defined]
                 )
             return
@@ -314,10 +314,10 @@ class LowBits(Axis):
         if plan.model.stored is None:
             return
         for name, kept in plan.model.stored.fields.items():
-            asked = getattr(self, name)
-            if name != "activations" and asked != kept:
+            requested = getattr(self, name)
+            if name != "activations" and requested != kept:
                 yield (
-                    f"{plan.model.name} is quantized with {name}={kept}, but the plan has {name}={asked}",
+                    f"{plan.model.name} is quantized with {name}={kept}, but the plan has {name}={requested}",
                     "leave the quantization options out, or use the model in 16 bits",
                 )
                 return

@@ -118,10 +118,10 @@ class Perturbations(Axis):
     def _with_usual_factors(cls, data: Any) -> Any:
         """Say what the rank and the laziness of factors are, where nobody did."""
         name = data.get("distribution", "gaussian") if isinstance(data, dict) else None
-        stated = next((known for given, known in DISTRIBUTIONS.items() if given == name), None)
-        if stated is None or not stated.is_factored:
+        declared = next((known for given, known in DISTRIBUTIONS.items() if given == name), None)
+        if declared is None or not declared.is_factored:
             return data
-        usual = {"rank": USUAL_RANK, "lazy_steps": 1 if stated.rank_power else USUAL_LAZY_STEPS}
+        usual = {"rank": USUAL_RANK, "lazy_steps": 1 if declared.rank_power else USUAL_LAZY_STEPS}
         return data | {name: value for name, value in usual.items() if data.get(name) is None}
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
@@ -140,10 +140,8 @@ class Perturbations(Axis):
                     )
                     yield complaint, f"leave {flag} out, or add --distribution lozo"
         elif distribution.is_resampled and (self.rng, self.kept) != ("mezo", False):
-            stated = "counter draws" if self.rng != "mezo" else "kept perturbations"
-            complaint = (
-                f"{self.distribution} draws again for updates, from one sequential generator, unlike {stated}"
-            )
+            declared = "counter draws" if self.rng != "mezo" else "kept perturbations"
+            complaint = f"{self.distribution} draws again for updates, from one sequential generator, unlike {declared}"
             yield complaint, "use --distribution lozo, or --rng mezo and --no-keep-perturbations"
 
     @property

@@ -104,7 +104,7 @@ class Weights(Axis):
 
     def _not_together(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what a forward of all points does not do."""
-        for is_stated, what, remedy in (
+        for is_requested, what, remedy in (
             (
                 plan.schedule.traversal != "blockwise",
                 f"traversal={plan.schedule.traversal}",
@@ -127,5 +127,5 @@ class Weights(Axis):
                 "leave --loss-chunk-tokens out",
             ),
         ):
-            if is_stated:
+            if is_requested:
                 yield f"weights=adapters does not support {what}", remedy

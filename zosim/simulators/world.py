@@ -56,16 +56,16 @@ class Template:
         return {place: changed[id(activity)] for place, activity in self.activities.items()}
 
     @cached_property
-    def most_asked(self) -> dict[str, float]:
+    def most_requested(self) -> dict[str, float]:
         """The most that one rank asks of each resource at any time, its streams taken as independent."""
         by_stream: dict[tuple[str, str], float] = defaultdict(float)
         for part, item in self.program.instructions():
             activity = self.activities[part, item.id]
-            asked: dict[str, float] = defaultdict(float)
+            requested: dict[str, float] = defaultdict(float)
             for name, use in activity.uses:
-                asked[name] += use * activity.bound
+                requested[name] += use * activity.bound
             # A stream does one thing at a time, so its largest demand counts.
-            for name, amount in asked.items():
+            for name, amount in requested.items():
                 by_stream[name, item.stream] = max(by_stream[name, item.stream], amount)
         total: dict[str, float] = defaultdict(float)
         for (name, _), amount in by_stream.items():
@@ -246,16 +246,16 @@ class World:
 
     def with_limits_alone(self) -> World:
         """Return the same world without the resources of which there is always enough for all who ask."""
-        asked: dict[str, float] = defaultdict(float)
+        requested: dict[str, float] = defaultdict(float)
         for rank, resources in enumerate(self.resources):
             own = dict(zip(self.template(rank).resources, resources, strict=True))
-            for name, amount in self.template(rank).most_asked.items():
-                asked[own[name]] += amount
+            for name, amount in self.template(rank).most_requested.items():
+                requested[own[name]] += amount
         limits = {
             name: capacity
             for name, capacity in self.capacities.items()
             # A queue serves one at a time, however wide it is.
-            if name in self.fifo or asked[name] > capacity * _ENOUGH
+            if name in self.fifo or requested[name] > capacity * _ENOUGH
         }
         return replace(self, capacities=limits)
 

@@ -59,11 +59,11 @@ def test_its_limit_leaves_no_room_for_the_default_model_on_the_device() -> None:
     device = topology.compute_devices[0].id
     config = build_model(Recipe()).config.to_dict()
     model = spec_of_config(config, name="demo")
-    asked = request_for(
+    requested = request_for(
         model, topology, profile=profile_for(topology, device), batch=TaskSettings().batch, seq=75
     )
-    free = choose(asked)
-    tight = choose(asked.over(PlanConfig(search=Search(max_device_bytes=_between(free)))))
+    free = choose(requested)
+    tight = choose(requested.over(PlanConfig(search=Search(max_device_bytes=_between(free)))))
     assert free.chosen.plan.residency.blocks == "resident"
     assert tight.chosen.plan.residency.blocks == "offloaded"
 

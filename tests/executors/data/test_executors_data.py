@@ -203,7 +203,7 @@ class TestLines:
 class TestPrompts:
     TEMPLATE = PromptTemplate("{text} It was {label}.", {"0": "bad", "1": "good"})
 
-    def asked(self, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
+    def label_positions(self, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
         return tokenizer.decode([label for label in example.labels if label != IGNORED_LABEL])
 
     def test_only_the_label_word_carries_labels(
@@ -213,10 +213,13 @@ class TestPrompts:
         data = open_dataset(path, template=self.TEMPLATE, tokenizer=tokenizer)
         first, second = data.examples([0, 1])
         assert tokenizer.decode(first.input_ids) == "<s>Fine é. It was good."
-        assert self.asked(first, tokenizer) == "good"
-        assert self.asked(second, tokenizer) == "bad"
+        assert self.label_positions(first, tokenizer) == "good"
+        assert self.label_positions(second, tokenizer) == "bad"
         (question,) = data.questions([1])
-        assert [self.asked(candidate, tokenizer) for candidate in question.candidates] == ["bad", "good"]
+        assert [self.label_positions(candidate, tokenizer) for candidate in question.candidates] == [
+            "bad",
+            "good",
+        ]
         assert question.answer == 0
 
     def test_a_word_with_its_space_merged_is_found(self, tmp_path: Path) -> None:
@@ -239,14 +242,14 @@ class TestPrompts:
             write_lines(tmp_path, lines), template=PromptTemplate("{q} {label}"), tokenizer=tokenizer
         )
         assert [question.answer for question in data.questions([0, 1])] == [1, 1]
-        assert self.asked(data.examples([0])[0], tokenizer) == "4"
+        assert self.label_positions(data.examples([0])[0], tokenizer) == "4"
 
     def test_text_alone_is_language_modelling(
         self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         data = open_dataset(write_lines(tmp_path, [{"text": "abc"}]), tokenizer=tokenizer)
         (example,) = data.examples([0])
-        assert self.asked(example, tokenizer) == "abc"
+        assert self.label_positions(example, tokenizer) == "abc"
 
     def test_a_long_prompt_keeps_its_opening_token_and_its_end(
         self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast

@@ -32,7 +32,7 @@ def fondness(_prompts, texts):
     return [sum((place + 1) * token for place, token in enumerate(text)) / 97 for text in texts]
 
 
-def asked(number):
+def batch_of(number):
     """A batch whose rows are asked for different tokens."""
     batch = batches(number + 1)[number]
     for row, begin in enumerate(BEGINS):
@@ -77,8 +77,8 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
     )  # fmt: skip
     with Session(plan, model, learning_rate=1e-3, seed=4, objective=objective) as session:
         for step in range(2):
-            record = session.step(asked(step))
-            ((plus, other, gradient),) = loop.step(asked(step), record.seeds, 1e-3)
+            record = session.step(batch_of(step))
+            ((plus, other, gradient),) = loop.step(batch_of(step), record.seeds, 1e-3)
             others = record.losses_minus or (record.loss_base,)
             assert (record.losses_plus, others) == ((plus,), (other,))
             assert record.projected_gradients == (gradient,)
@@ -101,7 +101,7 @@ def test_text_beside_qvalues_is_of_the_whole_model_at_its_point(estimate):
         whole = TextObjective(lambda model, _logits, batch: model(**batch).loss.item())
         objective = whole if plan.forward.num_new_tokens else None
         with Session(plan, model, learning_rate=1e-4, seed=4, objective=objective) as session:
-            record = session.step(asked(0))
+            record = session.step(batch_of(0))
             losses.append([*record.losses_plus, *(record.losses_minus or (record.loss_base,))])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # float32, batches laid out otherwise
     assert max(losses[0]) > 1.05 * min(losses[0])

@@ -315,11 +315,11 @@ def test_qvalues_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity)
 )
 @pytest.mark.parametrize(("bits", "rng"), [(2, "counter"), (3, "mezo")])
 def test_a_step_along_qvalues_that_share_bytes_leaves_the_same_bits(low_bits, bits, rng, monkeypatch):
-    stated = {"low_bits": low_bits | {"perturbation_bits": bits}, "rng": rng, "decay": 0.0}
-    stated |= {"num_steps": 2, "estimator": {"num_queries": 2}}
-    kept = tuned(**stated)
+    declared = {"low_bits": low_bits | {"perturbation_bits": bits}, "rng": rng, "decay": 0.0}
+    declared |= {"num_steps": 2, "estimator": {"num_queries": 2}}
+    kept = tuned(**declared)
     monkeypatch.setattr(RoundedPerturbation, "kept_format", "int8")
-    assert tuned(**stated) == kept
+    assert tuned(**declared) == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -465,10 +465,10 @@ def test_inputs_that_several_layers_read_are_quantized_once(monkeypatch):
 
 def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: False)
-    asked = LowBits(weights="int8", activations="int8-token")
+    requested = LowBits(weights="int8", activations="int8-token")
     with pytest.raises(PlanError, match="no product of int8 matrices"):
-        linear.present_product(asked, CPU)
-    assert linear.present_product(asked.model_copy(update={"fallback": True}), CPU) == "dequantise"
+        linear.present_product(requested, CPU)
+    assert linear.present_product(requested.model_copy(update={"fallback": True}), CPU) == "dequantise"
     float8 = LowBits(weights="float8_e4m3", activations="float8-token", perturbation_bits=5)
     with pytest.raises(PlanError, match="no product of e4m3 matrices"):
         linear.present_product(float8, CPU)
@@ -477,9 +477,9 @@ def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
 @pytest.mark.parametrize("scope", ["token", "tensor"])
 def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeypatch, scope):
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)  # a CPU has it, but slowly
-    stated = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "perturbation_bits": 5}
+    declared = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "perturbation_bits": 5}
     layers = [
-        quantized_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **stated))
+        quantized_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **declared))
         for kernel in ("scaled_mm", "dequantise")
     ]
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
@@ -500,12 +500,12 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
 
 
 def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_be(monkeypatch):
-    stated = {"weights": "float8_e4m3", "activations": "float8-token", "perturbation_bits": 5}
+    declared = {"weights": "float8_e4m3", "activations": "float8-token", "perturbation_bits": 5}
     with pytest.raises(PlanError, match="cpu has no product of e4m3 matrices"):
-        tuned(stated, shape="opt-untied")
+        tuned(declared, shape="opt-untied")
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)
-    records, _ = tuned(stated, shape="opt-untied")
-    replaced, _ = tuned(stated | {"kernel": "dequantise"}, shape="opt-untied")
+    records, _ = tuned(declared, shape="opt-untied")
+    replaced, _ = tuned(declared | {"kernel": "dequantise"}, shape="opt-untied")
     assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
     for changed, reason in (
         ({"perturbation_bits": 8}, "cannot hold perturbation_bits=8"),
@@ -513,9 +513,9 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
         ({"scales": "group", "group_elements": 16}, "needs float8_e4m3 weights"),
     ):
         with pytest.raises(PlanError, match=reason):
-            plan_of(model_of("opt-untied", num_hidden_layers=1), low_bits=stated | changed)
+            plan_of(model_of("opt-untied", num_hidden_layers=1), low_bits=declared | changed)
     with pytest.raises(PlanError, match="a layer has 52"):
-        plan_of(model_of("opt", num_hidden_layers=1), low_bits=stated)
+        plan_of(model_of("opt", num_hidden_layers=1), low_bits=declared)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------
@@ -809,12 +809,12 @@ def test_adapters_in_qvalues_are_tuned_on_their_grid_beside_qvalues_that_stay():
         ({"adapters": "int8"}, ADAPTERS, "need quantized weights"),
     ],
 )
-def test_adapters_that_cannot_be_qvalues_are_refused(stated, lora, reason):
+def test_adapters_that_cannot_be_qvalues_are_refused(declared, lora, reason):
     lora = ADAPTERS.model_copy(update={"lazy_steps": 2}) if lora == "windows" else lora
     spec = read_model_spec("opt-125m", trainable=lora or "all")
     place = Placement(topology="test", devices=("cpu0",))
     with pytest.raises(PlanError, match=reason):
-        Plan(model=spec, placement=place, batch=1, seq=8, low_bits=stated)
+        Plan(model=spec, placement=place, batch=1, seq=8, low_bits=declared)
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def test_qvalues_that_were_tuned_are_written_as_transformers_and_zosim_read_them
 
 def test_a_kernel_that_takes_the_place_of_another_is_told_of(tmp_path, capsys):
     base = saved_model("opt-untied", tmp_path)
-    stated = (
+    declared = (
         "--weight-format",
         "float8_e4m3",
         "--activation-format",
@@ -322,11 +322,11 @@ def test_a_kernel_that_takes_the_place_of_another_is_told_of(tmp_path, capsys):
         "--perturbation-bits",
         5,
     )
-    assert run_on(base, tmp_path, tmp_path / "out", *stated) == 2
+    assert run_on(base, tmp_path, tmp_path / "out", *declared) == 2
     assert "cpu has no product of e4m3 matrices (torch._scaled_mm)" in " ".join(
         capsys.readouterr().err.split()
     )
-    assert run_on(base, tmp_path, tmp_path / "again", *stated, "--kernel-fallback") == 0
+    assert run_on(base, tmp_path, tmp_path / "again", *declared, "--kernel-fallback") == 0
     assert "warning: cpu has no scaled_mm, which the plan counts on" in capsys.readouterr().err
 
 
@@ -349,10 +349,10 @@ def test_what_has_no_layout_is_refused_before_a_step(tmp_path, capsys):
 def test_gpt2_is_resumed_from_a_checkpoint_of_its_transposed_layers(tmp_path, capsys):
     inputs = saved_model("gpt2", tmp_path), tmp_path / "data.jsonl"
     saved_lines(inputs[1])
-    stated = ("--weight-format", "int4", "--checkpoint-every", 5)
+    declared = ("--weight-format", "int4", "--checkpoint-every", 5)
     whole, run = tmp_path / "whole", tmp_path / "run"
     for out in (whole, run):
-        assert zosim(*options(inputs, out, *stated)) == 0
+        assert zosim(*options(inputs, out, *declared)) == 0
     truncate(run, 7)
     capsys.readouterr()
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
@@ -467,11 +467,11 @@ def test_a_run_in_another_format_than_its_files_is_resumed_and_replayed(tmp_path
     inputs = tmp_path / "model", tmp_path / "data.jsonl"
     model_of("opt", torch.float16).save_pretrained(inputs[0])
     saved_lines(inputs[1])
-    stated = ("--weight-format", "int8", "--dtype", "float32", "--checkpoint-every", 5)
-    stated += ("--lora-rank", 2, "--lora-targets", "q_proj,fc2")
+    declared = ("--weight-format", "int8", "--dtype", "float32", "--checkpoint-every", 5)
+    declared += ("--lora-rank", 2, "--lora-targets", "q_proj,fc2")
     whole, run = tmp_path / "whole", tmp_path / "run"
     for out in (whole, run):
-        assert zosim(*options(inputs, out, *stated)) == 0
+        assert zosim(*options(inputs, out, *declared)) == 0
     truncate(run, 7)
     assert zosim("run", "--out", run, "--resume", "--no-launch", "--no-tensorboard") == 0
     assert same(run, whole)

@@ -24,8 +24,8 @@ PLACEMENTS = {
 
 def lozo_plan(model, placement=None, *, sampler="lozo", rng="mezo", dtype="float32", lazy_steps=3, rank=2):
     axes = dict(PLACEMENTS[placement or "blockwise"])
-    stated = {"distribution": sampler, "rank": rank, "lazy_steps": lazy_steps, "rng": rng}
-    return plan_of(model, dtype=dtype, **(axes | {"perturbations": stated | axes.get("perturbations", {})}))
+    declared = {"distribution": sampler, "rank": rank, "lazy_steps": lazy_steps, "rng": rng}
+    return plan_of(model, dtype=dtype, **(axes | {"perturbations": declared | axes.get("perturbations", {})}))
 
 
 def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):

@@ -130,8 +130,8 @@ def test_a_stage_that_dies_while_it_sends_is_named():
 
 
 def test_codecs_need_leave_and_something_to_encode(inputs, tmp_path, capsys):
-    asked = ("--method", "sparq", "--split-points", "block.1.mlp", "--codec", "q4")
-    assert train(inputs, tmp_path / "out", *asked) == 2
+    requested = ("--method", "sparq", "--split-points", "block.1.mlp", "--codec", "q4")
+    assert train(inputs, tmp_path / "out", *requested) == 2
     assert "codecs q4 are lossy" in capsys.readouterr().err
     assert train(inputs, tmp_path / "out", "--codec", "q4", "--allow-lossy") == 2
     assert "the plan has no split point" in capsys.readouterr().err

@@ -231,8 +231,8 @@ def test_objectives_need_no_gradient(inputs, tmp_path):
         predicted = weights(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
         ).logits.argmax(-1)
-    asked = batch["labels"][:, 1:] != -100
-    wrong = (predicted[:, :-1] != batch["labels"][:, 1:])[asked]
+    is_label = batch["labels"][:, 1:] != -100
+    wrong = (predicted[:, :-1] != batch["labels"][:, 1:])[is_label]
     assert row["loss_plus"] == pytest.approx(wrong.double().mean().item(), abs=1e-12)
 
 

@@ -274,9 +274,9 @@ def test_tenants_of_few_scored_tokens_keep_their_adapters(folder):
     runtime = Runtime(base())
     for name in ("one", "two"):
         runtime.load(name, folder / name)
-    asked = [(tokens, name) for tokens in tokens_of(4) for name in ("one", None, "two")]
-    every = runtime.score([Request(tokens, 1, name) for tokens, name in asked])
-    few = runtime.score([Request(tokens, len(tokens) - 1, name) for tokens, name in asked])
+    requested = [(tokens, name) for tokens in tokens_of(4) for name in ("one", None, "two")]
+    every = runtime.score([Request(tokens, 1, name) for tokens, name in requested])
+    few = runtime.score([Request(tokens, len(tokens) - 1, name) for tokens, name in requested])
     for whole, last in zip(every, few, strict=True):
         assert last == pytest.approx(whole[-1:], abs=1e-5)
     assert len({round(row[0], 3) for row in few[:3]}) == 3
@@ -946,10 +946,12 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stated", ["one", "=one", "base=one"])
-def test_adapters_are_served_under_names_of_their_own(folder, capsys, monkeypatch, stated):
+def test_adapters_are_served_under_names_of_their_own(folder, capsys, monkeypatch, declared):
     monkeypatch.chdir(folder)
-    assert zosim("serve", "--model", folder / "base", "--name", "base", "--adapter", stated, "--port", 0) == 2
-    assert f"--adapter '{stated}' must be NAME=DIRECTORY" in capsys.readouterr().err
+    assert (
+        zosim("serve", "--model", folder / "base", "--name", "base", "--adapter", declared, "--port", 0) == 2
+    )
+    assert f"--adapter '{declared}' must be NAME=DIRECTORY" in capsys.readouterr().err
 
 
 def test_models_of_other_layouts_are_served(tmp_path):

@@ -83,7 +83,7 @@ def answer(connection):
         return int(status[1]), headers, stream.read() if length is None else stream.read(int(length))
 
 
-def asked(server, sent):
+def answered(server, sent):
     with connected(server) as connection:
         connection.sendall(sent)
         return answer(connection)
@@ -134,7 +134,7 @@ def test_whoever_is_asked_to_come_back_does(runtime):
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(runners[0].score, [Request((5, 4, 7))])
             assert gate.began.wait(HANG_S)
-            assert asked(server, post(SCORING))[0] == 503
+            assert answered(server, post(SCORING))[0] == 503
             second = pool.submit(runners[1].score, [Request((5, 4, 7))])
             gate.is_open.set()
             assert first.result() == second.result()
@@ -144,7 +144,7 @@ def test_the_oldest_idle_connection_makes_room(runtime):
     with serving(runtime, limits=ClientLimits(connections=4)) as server:
         idle = [connected(server) for _ in range(4)]
         wait_until(lambda: len(server._loop.server_state.connections) == 4, "four connections")
-        assert asked(server, post(SCORING))[0] == 200
+        assert answered(server, post(SCORING))[0] == 200
         assert is_hung_up(idle[0])
         idle[3].sendall(post(SCORING))
         assert answer(idle[3])[0] == 200
@@ -161,7 +161,7 @@ def test_the_oldest_idle_connection_makes_room(runtime):
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing"])
 def test_names_that_were_made_to_lead_here_are_refused(runtime, host, path):
     with serving(runtime) as server:
-        status, _, body = asked(server, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        status, _, body = answered(server, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
     assert status == 400
     assert b"base" not in body
 
@@ -200,8 +200,8 @@ HOSTILE = {
 def test_hostile_bytes_are_refused_without_a_traceback(runtime, name, capfd):
     sent, status = HOSTILE[name]
     with serving(runtime, limits=ClientLimits(body_bytes=1 << 16)) as server:
-        assert asked(server, sent)[0] == status
-        assert asked(server, post(SCORING))[0] == 200
+        assert answered(server, sent)[0] == status
+        assert answered(server, post(SCORING))[0] == 200
     assert capfd.readouterr().err == ""
 
 
@@ -212,9 +212,9 @@ def test_bodies_together_are_bounded(runtime):
             wait_until(
                 lambda: server._application.num_held_bytes == (1 << 20) - 1, "a body that is nearly there"
             )
-            assert asked(server, post(b" " * 2))[0] == 503
+            assert answered(server, post(b" " * 2))[0] == 503
         wait_until(lambda: server._application.num_held_bytes == 0, "the room of a client that has left")
-        assert asked(server, post(SCORING))[0] == 200
+        assert answered(server, post(SCORING))[0] == 200
 
 
 @pytest.mark.parametrize("part", ["adapter_config.json", "adapter_model.safetensors"])
@@ -226,7 +226,7 @@ def test_an_adapter_that_is_a_pipe_holds_up_nobody(runtime, tmp_path, part):
     os.mkfifo(tmp_path / part)
     with serving(runtime) as server:
         loading = post({"lora_name": "a", "lora_path": str(tmp_path)}, "/v1/load_lora_adapter")
-        status, _, body = asked(server, loading)
+        status, _, body = answered(server, loading)
         assert status == 400
         assert part in json.loads(body)["error"]["message"]
 
@@ -238,7 +238,7 @@ def test_more_adapters_than_are_kept_are_refused_until_one_is_unloaded(tmp_path)
 
     def call(verb, name):
         body = {"lora_name": name, "lora_path": str(tmp_path)}
-        status, _, answer = asked(server, post(body, f"/v1/{verb}_lora_adapter"))
+        status, _, answer = answered(server, post(body, f"/v1/{verb}_lora_adapter"))
         return status, json.loads(answer)
 
     with serving(Runtime(model_of("opt", num_hidden_layers=1)), limits=ClientLimits(adapters=1)) as server:
@@ -282,7 +282,7 @@ def test_an_idle_connection_is_closed_after_its_answer(runtime):
 
 def test_a_body_that_does_not_come_is_answered(runtime):
     with serving(runtime, limits=SOON) as server:
-        status, _, body = asked(server, post(b"{}", Content_Length=9))
+        status, _, body = answered(server, post(b"{}", Content_Length=9))
     assert (status, json.loads(body)["error"]["message"]) == (408, "the body did not arrive within 0.2 s")
 
 
@@ -304,7 +304,7 @@ def test_what_a_client_that_left_was_waiting_for_is_not_computed(runtime, capfd)
     gate = Gate(runtime)
     with serving(gate) as server:
         with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(asked, server, post(SCORING))
+            first = pool.submit(answered, server, post(SCORING))
             assert gate.began.wait(HANG_S)
             leaving = [connected(server) for _ in range(20)]
             for connection in leaving:
@@ -318,7 +318,7 @@ def test_what_a_client_that_left_was_waiting_for_is_not_computed(runtime, capfd)
             )
             gate.is_open.set()
             assert first.result()[0] == 200
-        assert asked(server, post(SCORING))[0] == 200
+        assert answered(server, post(SCORING))[0] == 200
     assert gate.num_forwards == 2
     assert capfd.readouterr().err == ""
 
@@ -326,7 +326,7 @@ def test_what_a_client_that_left_was_waiting_for_is_not_computed(runtime, capfd)
 def test_an_answer_that_takes_too_long_is_refused(runtime):
     gate = Gate(runtime)
     with serving(gate, limits=ClientLimits(answer_s=0.2)) as server:
-        status, _, body = asked(server, post(SCORING))
+        status, _, body = answered(server, post(SCORING))
         gate.is_open.set()
     assert (status, json.loads(body)["error"]["message"]) == (503, "no answer within 0.2 s")
 
@@ -345,7 +345,7 @@ def test_requests_at_hand_are_answered_before_a_server_ends(runtime):
     gate = Gate(runtime)
     with ScoringServer(gate, "base") as server, ThreadPoolExecutor(1) as pool:
         with ending(server):
-            waiting = pool.submit(asked, server, post(SCORING))
+            waiting = pool.submit(answered, server, post(SCORING))
             assert gate.began.wait(HANG_S)
             threading.Timer(0.3, gate.is_open.set).start()
         assert waiting.result()[0] == 200
@@ -360,7 +360,7 @@ def test_requests_that_outlast_the_grace_are_refused(runtime, capfd):
         ThreadPoolExecutor(1) as pool,
     ):
         with ending(server), connected(server):
-            waiting = pool.submit(asked, server, post(SCORING))
+            waiting = pool.submit(answered, server, post(SCORING))
             assert gate.began.wait(HANG_S)
         status, _, body = waiting.result()
         assert (status, json.loads(body)["error"]["message"]) == (503, "the server has ended")
@@ -371,9 +371,9 @@ def test_requests_that_outlast_the_grace_are_refused(runtime, capfd):
 def test_a_line_for_each_request_holds_nothing_of_it(runtime):
     lines = []
     with serving(runtime, log=lines.append) as server:
-        asked(server, post(SCORING, "/v1/completions?secret=words"))
-        asked(server, post(SCORING | {"model": "secret"}))
-        asked(server, post(SCORING, Host="page.example"))
+        answered(server, post(SCORING, "/v1/completions?secret=words"))
+        answered(server, post(SCORING | {"model": "secret"}))
+        answered(server, post(SCORING, Host="page.example"))
     assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in lines] == [
         "POST /v1/completions 200",
         "POST /v1/completions 404",

@@ -47,8 +47,8 @@ def seeds(request):
 
 
 def case_with(axes):
-    stated = {f"{axis}.{name}": value for axis, fields in axes.items() for name, value in fields.items()}
-    return matrix.Case.of(stated)
+    declared = {f"{axis}.{name}": value for axis, fields in axes.items() for name, value in fields.items()}
+    return matrix.Case.of(declared)
 
 
 @contextmanager

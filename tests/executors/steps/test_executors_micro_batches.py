@@ -19,15 +19,15 @@ def loss_of(logits, labels):
 
 @pytest.mark.parametrize("asked", ["from the first token on", "late", "of one sequence alone"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_unequal_parts_are_no_bias(asked, count):
+def test_unequal_parts_are_no_bias(requested, count):
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(0, VOCABULARY, (4, 9), generator=generator)
     logits = torch.randn(4, 9, VOCABULARY, generator=generator, dtype=torch.float64)
     for row in range(4):  # as many more labels in each row
         labels[row, 2 + 2 * row :] = -100
-    if asked == "late":
+    if requested == "late":
         labels[:, 0] = -100
-    elif asked == "of one sequence alone":
+    elif requested == "of one sequence alone":
         labels[:3] = -100
     parts = micro_batches({"input_ids": labels, "labels": labels}, None, count)
     rows = zip(parts, logits.chunk(count), strict=True)

@@ -44,13 +44,13 @@ def test_a_resident_step_keeps_the_perturbation_of_one_segment(name, update, est
             session.step(batch)
         arena = session.memory().arena_bytes
         scratch = session.interpreter._actions.sweeps.sweeper.scratch_bytes
-        stated = session.program.buffer("scratch").size_bytes
+        declared = session.program.buffer("scratch").size_bytes
     assert {key for key, size in arena.items() if size} == {
         (Space.DEVICE, "weights"),
         (Space.DEVICE, "perturbations"),
     }
     assert arena[Space.DEVICE, "perturbations"] <= _segment_bytes(plan)
-    assert 0 < scratch <= stated
+    assert 0 < scratch <= declared
 
 
 def test_a_tied_table_bounds_what_is_kept():

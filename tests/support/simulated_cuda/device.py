@@ -236,7 +236,7 @@ class StreamPool:
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
-        self.num_asked = 0
+        self.num_requested = 0
 
 
 @dataclass
@@ -333,8 +333,8 @@ class Device:
             pool = self.host.pool or self._stream_pool
             if len(pool.streams) < NATIVE_STREAMS:
                 pool.streams.append(Stream(self))
-            pool.num_asked += 1
-            return pool.streams[(pool.num_asked - 1) % NATIVE_STREAMS]
+            pool.num_requested += 1
+            return pool.streams[(pool.num_requested - 1) % NATIVE_STREAMS]
 
     def notice_foreign(self, stream: Stream, what: str) -> None:
         """Report what a thread does on a stream that another one captures: it becomes part of the graph."""

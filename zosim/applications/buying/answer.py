@@ -295,7 +295,7 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
     """Return what offers cost, and by what placement: two tables of at most 80 columns each."""
     job, limits = market.job, market.limits
     money = f"money ({market.prices.currency})"
-    asked = limits.budget is not None or limits.deadline_hours is not None
+    requested = limits.budget is not None or limits.deadline_hours is not None
     costs = [
         (
             str(number),
@@ -304,7 +304,7 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
             ("" if offer.machine.prediction else ">= ") + format_seconds(offer.machine.step_s.value),
             _range(offer.cost.hours),
             _range(offer.cost.money),
-            *((offer.verdict,) if asked else ()),
+            *((offer.verdict,) if requested else ()),
         )
         for number, offer in enumerate(offers, start=1)
     ]
@@ -320,7 +320,7 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
     ]
     formats = " or ".join(sorted({offer.machine.plan.storage_dtype for offer in offers}))
     title = f"{job.num_steps:,} steps of {job.config.spec.name} in {formats}, {job.config.batch} x {job.config.seq} tokens, ranked by {market.by}"
-    headings = ("", "machine", "pay", "step", "hours", money, *(("within limits",) if asked else ()))
+    headings = ("", "machine", "pay", "step", "hours", money, *(("within limits",) if requested else ()))
     return [
         Table(headings, costs, title=title, numeric=("step", "hours", money)),
         Table(

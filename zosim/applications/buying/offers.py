@@ -37,10 +37,10 @@ class BuyerLimits:
     def verdict(self, cost: JobCost) -> Verdict:
         """Return whether a job on a machine stays within both: perhaps, if only some of its interval does."""
         pairs = [(self.budget, cost.spent), (self.deadline_hours, cost.hours)]
-        stated = [(limit, spent) for limit, spent in pairs if limit is not None]
-        if any(spent.value > limit for limit, spent in stated):
+        declared = [(limit, spent) for limit, spent in pairs if limit is not None]
+        if any(spent.value > limit for limit, spent in declared):
             return "no"
-        return "perhaps" if any(spent.high > limit for limit, spent in stated) else "yes"
+        return "perhaps" if any(spent.high > limit for limit, spent in declared) else "yes"
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ class Market:
         rent: list[Payment] = [] if prices.rent_per_hour is None else ["rent"]
         own: list[Payment] = [] if prices.purchase is None else ["own"]
         is_share = bool(rent) and self._is_share(name, topology, count)
-        asked = [
+        requested = [
             [payment for payment in together if self.pay in (None, payment)]
             for together in ([rent, own] if is_share else [rent + own])
         ]
-        return [together for together in asked if together] or [rent + own]
+        return [together for together in requested if together] or [rent + own]
 
     def _is_share(self, name: str, topology: Topology, count: int) -> bool:
         rent = self.prices.machine(name).rent_per_hour

@@ -23,7 +23,7 @@ from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
 MACHINE = "the machine of the run"
-_STATED = "stated by whoever ran it"
+_DECLARED = "stated by whoever ran it"
 _PATH = re.compile(
     r"(?:^|[\"'\s(=])(?:(?:~|/(?:home|Users|root|tmp|mnt|data|scratch|work))[/\\]\S*|[A-Za-z]:\\+\S+)"
 )
@@ -124,7 +124,7 @@ def _rename(data: Any, renamed: Mapping[str, str]) -> None:
     if "label" in data:
         data["label"] = None
     if set(Figure.model_fields) <= data.keys():
-        data |= {"source": _STATED, "note": None}
+        data |= {"source": _DECLARED, "note": None}
 
 
 def _without_sources(profile: Profile) -> Profile:

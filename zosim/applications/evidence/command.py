@@ -56,7 +56,9 @@ def check_file(
     """Repeat the prediction of an evidence file, and compare; exit with 1 if they differ."""
     evidence = Evidence.load(file)
     findings = check(evidence)
-    rows = [(f.what, f"{f.stated}", f"{f.found}", "holds" if f.holds else "DOES NOT HOLD") for f in findings]
+    rows = [
+        (f.what, f"{f.declared}", f"{f.found}", "holds" if f.holds else "DOES NOT HOLD") for f in findings
+    ]
     comparison = evidence.comparison()
     inside = evidence.row.is_inside
     verdict = f"the measured step lies {'inside' if inside else 'outside'} of the predicted interval"

@@ -234,7 +234,7 @@ class CheckedStatement:
     """One statement of an evidence file, held against what follows from the rest of it."""
 
     what: str
-    stated: float | str
+    declared: float | str
     found: float | str
     holds: bool
 
@@ -268,9 +268,9 @@ def check(evidence: Evidence) -> tuple[CheckedStatement, ...]:
 
 
 def _compared(
-    whose: str, stated: Mapping[str, Any], predicted: Mapping[str, Any], tolerance: float
+    whose: str, declared: Mapping[str, Any], predicted: Mapping[str, Any], tolerance: float
 ) -> Iterator[CheckedStatement]:
-    for name, value in stated.items():
+    for name, value in declared.items():
         again = predicted[name]
         is_number = isinstance(value, int | float)
         same = abs(again - value) <= tolerance * abs(value) if is_number else again == value
