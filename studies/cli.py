@@ -124,14 +124,14 @@ def _study_named(name: str) -> Study:
 
 def _show_list(*, json: bool) -> None:
     rows = [(item.name, item.topic, item.script, "yes" if item.has_exercise else "") for item in STUDIES]
-    shown = Table(("study", "subject", "script", "exercise"), rows)
+    shown = Table(("study", "topic", "script", "exercise"), rows)
     emit([_described(item) for item in STUDIES], json=json, text=shown)
 
 
 def _described(item: Study) -> dict[str, str | bool | None]:
     return {
         "name": item.name,
-        "subject": item.topic,
+        "topic": item.topic,
         "page": None if item.page is None else str(item.page),
         "script": item.script,
         "has_exercise": item.has_exercise,

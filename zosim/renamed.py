@@ -20,6 +20,8 @@ OPTIONS: tuple[tuple[str, str], ...] = (
     ("--draw-ahead", "--sample-ahead"),
     ("--cut", "--split-points"),
     ("--keep-directions", "--keep-perturbations"),
+    ("--engine", "--simulator"),
+    ("--engine", "--server"),
 )
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 

@@ -5,7 +5,7 @@ Predicted and measured timelines are the same type, so that they can be compared
 Steps overlap: the first copies of a step run while the last of the step before still does. A step's *period* is
 therefore the difference between its end and the end of the step before, where a step ends with the last of its
 instructions; periods add up to the length of the run. The first step's period reaches back to the beginning of
-the run and contains the prologue. Neither it nor any other step before ``first_periodic_step`` counts as steady.
+the run and contains the prologue. Neither it nor any other step before ``first_periodic_step`` counts as periodic.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from zosim.program.instructions import Part, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
 RENAMED: Mapping[str, str] = {
+    "first_steady_step": "first_periodic_step",
     "spans.limiter=coding": "codec",
     "spans.limiter=codes": "quantized",
     "memory.role=directions": "perturbations",
@@ -295,7 +296,7 @@ class Timeline(Document):
 
     @cached_property
     def step_time_s(self) -> float:
-        """Median period of the steady steps; exact where the timeline says how they repeat.
+        """Median period of the periodic steps; exact where the timeline says how they repeat.
 
         Raises
         ------
@@ -313,14 +314,14 @@ class Timeline(Document):
         return self.step_end_s(step) - (self.step_end_s(step - 1) if step else self.begin_s)
 
     def periodic_spans(self, rank: int = 0) -> Iterator[Span]:
-        """Yield the spans of a rank's steady steps."""
+        """Yield the spans of a rank's periodic steps."""
         chosen = set(self.periodic_steps)
         for span in self.spans:
             if span.rank == rank and span.part == "step" and span.step in chosen:
                 yield span
 
     def busy(self, streams: Collection[Stream], rank: int = 0) -> float:
-        """Return the part of the steady steps' time for which any of these streams was busy."""
+        """Return the part of the periodic steps' time for which any of these streams was busy."""
         chosen = [(span.start_s, span.end_s) for span in self.periodic_spans(rank) if span.stream in streams]
         busy_s, until_s = 0.0, float("-inf")
         for start_s, end_s in sorted(chosen):
@@ -329,7 +330,7 @@ class Timeline(Document):
         return busy_s / sum(self._period_s(step) for step in self.periodic_steps)
 
     def seconds_by_label(self, rank: int = 0) -> dict[str, float]:
-        """Return the mean seconds per steady step under each label, largest first.
+        """Return the mean seconds per periodic step under each label, largest first.
 
         Streams overlap, so the values may add up to more than the step.
         """

@@ -110,7 +110,7 @@ def save_tuned(
     if isinstance(adapters, Prefix):
         save_prefix(model, Path(out) / PREFIX_NAME, storage)
     elif isinstance(adapters, LoRA):
-        # An engine that loads the adapter has numbers for a base, never quantized values.
+        # A server that loads the adapter has numbers for a base, never quantized values.
         is_plain = session.plan.storage.quant_config is None
         facts = {"base_digest": weights_digest(model, storage, base_only=True)} if is_plain else {}
         save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage, facts)

@@ -30,7 +30,7 @@ def measured_timeline(
     first_step : int
         The first step that was timed, from which steps are counted.
     first_periodic_step : int
-        Of these steps, the first that counts as steady.
+        Of these steps, the first that counts as periodic.
     """
     sent = interpreter.boundaries.sent_bytes
     spans = tuple(

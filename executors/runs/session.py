@@ -501,7 +501,7 @@ class Session:
     def timeline(self) -> Timeline:
         """Return the measured spans of the steps that were timed, on all ranks, and their memory.
 
-        Flushes. The first steps, whose memory was observed, do not count as steady. Steps are counted from the
+        Flushes. The first steps, whose memory was observed, do not count as periodic. Steps are counted from the
         first that was not replayed.
         """
         self.flush()

@@ -1,4 +1,4 @@
-"""An engine behind the OpenAI-compatible protocol: zosim's own server, or vLLM's."""
+"""A server behind the OpenAI-compatible protocol: zosim's own server, or vLLM's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_CONNECTIONS = 8
 
 
 class RemoteServer:
-    """A serving engine at an address.
+    """A server at an address.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class RemoteServer:
         Such as ``http://127.0.0.1:8000``. vLLM is started with ``--enable-lora``, a ``--max-lora-rank`` as large as the increments', and
         ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`` in its environment; both read adapters from a directory, so that they share a file system.
     model : str, optional
-        What the engine calls the base; by default the first that it names.
+        What the server calls the base; by default the first that it names.
     priority : int or None
         Of scorings, lower ones first; vLLM takes one under ``--scheduling-policy priority`` alone.
 
@@ -51,7 +51,7 @@ class RemoteServer:
         served = self._models()
         if model is not None and model not in served:
             raise RunError(
-                f"the engine at {url} does not serve {model!r}", hint="it serves " + ", ".join(served)
+                f"the server at {url} does not serve {model!r}", hint="it serves " + ", ".join(served)
             )
         self.model = model or served[0]
 
@@ -66,7 +66,7 @@ class RemoteServer:
         except (KeyError, TypeError, AttributeError) as error:
             raise self._strange("/v1/models", answer) from error
         if not names:
-            raise RunError(f"the engine at {self.url} serves no model")
+            raise RunError(f"the server at {self.url} serves no model")
         digest, root = declared.get("base_digest"), roots[0] if roots else None
         known = self._declared_digest or self._root
         if known not in (None, digest or root):
@@ -83,7 +83,7 @@ class RemoteServer:
         """Hash of the base's weights: as zosim's server reports it, or of the directory that vLLM says it serves."""
         return self._declared_digest or (digest_of_files(self._root) if self._root else None)
 
-    # -- what an engine does -----------------------------------------------------------------------------------
+    # -- what a server does -----------------------------------------------------------------------------------
 
     def load(self, name: str, directory: Path) -> None:
         """Load an adapter, as :meth:`executors.serving.runner.ServingRunner.load`."""
@@ -172,7 +172,7 @@ class RemoteServer:
             raise self._strange("/v1/completions", choice) from error
         if len(values) != len(request.tokens) - request.first:
             raise RunError(
-                f"the engine at {self.url} scored {len(values) + request.first} tokens of {len(request.tokens)}: it has another "
+                f"the server at {self.url} scored {len(values) + request.first} tokens of {len(request.tokens)}: it has another "
                 "tokenizer, or cuts prompts",
             )
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
@@ -201,5 +201,5 @@ class RemoteServer:
 
     def _strange(self, path: str, answer: object) -> RunError:
         return RunError(
-            f"what answers at {self.url} is no engine of this protocol: {path} gave {str(answer)[:120]}"
+            f"what answers at {self.url} is no server of this protocol: {path} gave {str(answer)[:120]}"
         )

@@ -1,4 +1,4 @@
-"""The interface of a serving engine on which zeroth-order steps can run: load adapters, score, generate."""
+"""The interface of a serving runner on which zeroth-order steps can run: load adapters, score, generate."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ServingRunner(Protocol):
 
     @property
     def base_digest(self) -> str | None:
-        """Hash of the base's weights; None where the engine does not tell."""
+        """Hash of the base's weights; None where the server does not tell."""
 
     @property
     def base_dtype(self) -> str | None:

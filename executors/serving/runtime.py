@@ -1,4 +1,4 @@
-"""The built-in serving engine: requests of any adapters in one packed forward over one read of the base.
+"""The built-in serving runner: requests of any adapters in one packed forward over one read of the base.
 
 :class:`Batcher` lets forwards wait for their turn: those of one kind and of the lowest priority run together.
 """

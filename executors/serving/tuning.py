@@ -1,4 +1,4 @@
-"""LoZO on a serving engine: a step loads two adapters, scores them, and unloads them; the result is one more adapter."""
+"""LoZO on a serving runner: a step loads two adapters, scores them, and unloads them; the result is one more adapter."""
 
 from __future__ import annotations
 
@@ -74,22 +74,22 @@ class TuningSettings:
 
 
 class Tuning:
-    """Zeroth-order tuning whose forwards a serving engine runs.
+    """Zeroth-order tuning whose forwards a serving runner runs.
 
     Parameters
     ----------
     runner : ServingRunner
     model : str
-        Directory of the base. Of weights in it the digest is compared with the engine's; else the configuration alone is read.
+        Directory of the base. Of weights in it the digest is compared with the server's; else the configuration alone is read.
     directory : Path
         Of the log; a tuning that is there already goes on.
     settings : TuningSettings
 
     Notes
     -----
-    At the point ``s`` the engine is given ``Σ AᵢBᵢᵀ + s·ε·UVᵀ/√r`` as one adapter, and a step adds ``-η·g·UVᵀ/√r``: ``factorised``
+    At the point ``s`` the server is given ``Σ AᵢBᵢᵀ + s·ε·UVᵀ/√r`` as one adapter, and a step adds ``-η·g·UVᵀ/√r``: ``factorised``
     perturbations [1]_, Eq. 13-18 and 20. Perturbations are functions of the seed, the step and the linear; a row of the log is written
-    once both losses are there, and the increments are a function of the log. So nothing is lost with an engine that is gone.
+    once both losses are there, and the increments are a function of the log. So nothing is lost with a server that is gone.
 
     References
     ----------
@@ -98,7 +98,7 @@ class Tuning:
     Raises
     ------
     RunError
-        If the directory has another tuning's log, or one that is damaged, the base or its tokenizer is another, or the engine
+        If the directory has another tuning's log, or one that is damaged, the base or its tokenizer is another, or the server
         serves other weights than the base's.
     """
 
@@ -108,7 +108,7 @@ class Tuning:
         self.runner = runner
         self.settings = settings
         self.directory = directory
-        # The base's modules without memory: the engine has the weights.
+        # The base's modules without memory: the server has the weights.
         with torch.device("meta"):
             self._base: nn.Module = transformers.AutoModelForCausalLM.from_config(load_config(model))
         shapes = linear_shapes(self._base)
@@ -127,11 +127,11 @@ class Tuning:
             )
         self._shapes = shapes
         self._scale = 1 / math.sqrt(settings.rank)
-        # The probe stands beside what has been learnt, and the engine's bound is of both together.
+        # The probe stands beside what has been learnt, and the server's bound is of both together.
         self.state = AdapterState(max_rank=settings.max_rank - settings.rank)
         self.num_steps = 0
         self._rights: dict[str, Tensor] = {}
-        # Others may tune on the same engine.
+        # Others may tune on the same server.
         self._probes = tuple(f"zosim-{secrets.token_hex(6)}-{sign}" for sign in ("plus", "minus"))
         directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
@@ -141,7 +141,7 @@ class Tuning:
             self._opened = opened.pop_all()
 
     def _check_base(self, model: str) -> None:
-        """Refuse an engine that serves other weights than the directory of the base holds, if both are known."""
+        """Refuse a server that serves other weights than the directory of the base holds, if both are known."""
         served = self.runner.base_digest
         own = None if served is None else digest_of_files(model, self.runner.base_dtype)
         if own not in (None, served):
@@ -210,7 +210,7 @@ class Tuning:
         Raises
         ------
         RunError
-            If the engine or the reward fails, or a loss is not a number. The log then has the steps before.
+            If the server or the reward fails, or a loss is not a number. The log then has the steps before.
         """  # fmt: skip
         self._open_window()
         lefts = {
@@ -237,7 +237,7 @@ class Tuning:
                     )
             finally:
                 for probe in self._probes:
-                    # The engine may be gone: the step's own failure is what is raised.
+                    # The server may be gone: the step's own failure is what is raised.
                     with suppress(ZosimError):
                         self.runner.unload(probe)
         gradient = (plus - minus) / (2 * self.settings.epsilon)

@@ -51,11 +51,11 @@ class Versions:
     directory : Path
         Has a directory for each version, and a file that names the one that is served and those before it.
     name : str
-        What the engine calls the version that is served.
+        What the server calls the version that is served.
 
     Notes
     -----
-    The engine is asked first, the file is written then: whoever is stopped between the two asks the engine again with :meth:`serve_again`.
+    The server is asked first, the file is written then: whoever is stopped between the two asks the server again with :meth:`serve_again`.
     """
 
     def __init__(self, directory: Path, runner: ServingRunner, name: str) -> None:
@@ -142,7 +142,7 @@ class Versions:
             If there is no such version, or nothing is asked of the examples.
         """
         if self.served is not None and self.name not in self.runner.adapters():
-            self.serve_again()  # the engine was started anew: the base is not what has been served
+            self.serve_again()  # the server was started anew: the base is not what has been served
         self._load(_CANDIDATE, version)
         try:
             served = None if self.served is None else self.name
@@ -194,7 +194,7 @@ class Versions:
         return before
 
     def serve_again(self) -> str | None:
-        """Load the version that the file names into a newly started engine, and return its name."""
+        """Load the version that the file names into a newly started server, and return its name."""
         if self.served is not None:
             self._load(self.name, self.served)
         return self.served

@@ -89,7 +89,7 @@ def machines(num_ranks: int, lane_bytes_per_s: float, link_bytes_per_s: float) -
 
 
 def simulated(num_ranks: int, transfers: str, whole: float, link: float) -> float:
-    """Return the seconds of a steady step where a whole block takes `whole` seconds over a lane."""
+    """Return the seconds of a periodic step where a whole block takes `whole` seconds over a lane."""
     lane = block_bytes() / whole
     return simulate_many(
         fold(World.of(programs(num_ranks, transfers), machines(num_ranks, lane, link * lane)))

@@ -17,7 +17,7 @@ def zo2_step_seconds(
     embed: NonNegative = 0.0,
     head: NonNegative = 0.0,
 ) -> dict[str, float]:
-    """Return the seconds of a steady offloaded step, overlapped and one after the other.
+    """Return the seconds of a periodic offloaded step, overlapped and one after the other.
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ def block_bytes() -> int:
 
 
 def check_step_time(context: Context) -> Outcome:
-    """Compare simulated steady steps with the closed form, over machines from compute- to transfer-bound."""
+    """Compare simulated periodic steps with the closed form, over machines from compute- to transfer-bound."""
     details, largest = [], 0.0
     for num_queries in (1, 2):
         for overlap in (True, False):

@@ -26,7 +26,7 @@ NUM_STEPS = 4
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's steady step.
+    """A program's periodic step.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Compiled:
         return np.bincount(self.kinds, minlength=len(self.representatives))
 
     def step_s(self, machines: Sequence[Machine]) -> Floats:
-        """Return the seconds of a steady step on each of `machines`, the second and later ones close to the first.
+        """Return the seconds of a periodic step on each of `machines`, the second and later ones close to the first.
 
         Notes
         -----

@@ -244,7 +244,7 @@ class _GridOrder:
         )
 
     def step_times(self, seconds: Sequence[Floats], step_s: Floats) -> Floats:
-        """Return the steady seconds per step of every configuration.
+        """Return the periodic seconds per step of every configuration.
 
         Parameters
         ----------

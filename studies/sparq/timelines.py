@@ -193,7 +193,7 @@ def _messages(count: int, size_bytes: int) -> str:
 
 
 def draw(steps: list[MethodStep], out: Path) -> Path:
-    """Draw one steady step of every method over one link, and return the picture's path."""
+    """Draw one periodic step of every method over one link, and return the picture's path."""
     from matplotlib.patches import Rectangle
 
     mine = [step for step in steps if step.link == PLOTTED]
@@ -218,7 +218,7 @@ def draw(steps: list[MethodStep], out: Path) -> Path:
 
 
 def _rows(step: MethodStep) -> list[tuple[str, list[tuple[str, float, float]]]]:
-    """Return, for each rank and stream that is busy, spans of its last listed steady step."""
+    """Return, for each rank and stream that is busy, spans of its last listed periodic step."""
     timeline = step.planned.timeline
     number = timeline.periodic_steps[-1]
     mine = [span for span in timeline.spans if span.part == "step" and span.step == number]

@@ -86,7 +86,7 @@ def _one_by_one(segmented: BatchedModel, batch: Data) -> float:
 
 
 def _compiled(segmented: BatchedModel) -> BatchedModel:
-    """Let an engine run its blocks compiled, all but the last, which leaves tokens behind on its way."""
+    """Let a forward runner run its blocks compiled, all but the last, which leaves tokens behind on its way."""
     torch._dynamo.config.recompile_limit = 64  # blocks share their code
     ALL_ATTENTION_FUNCTIONS.register("zosim_packed", torch.compiler.disable(packed_attention))
     *blocks, last = segmented.blocks

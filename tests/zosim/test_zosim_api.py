@@ -45,7 +45,7 @@ def test_help_of_the_package_lists_what_can_be_called() -> None:
 
 @pytest.mark.crossed(quick=7)
 @pytest.mark.parametrize(
-    ("model", "hardware", "stated", "expected"),
+    ("model", "hardware", "declared", "expected"),
     [
         ("opt-13b", "a100-80gb-milan", None, "float16"),
         ("llama-3-8b", "a100-80gb-milan", None, "bfloat16"),

@@ -82,7 +82,7 @@ def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
     whole = plan(read_model_spec(name), **point)
     made, program = BlockBounder(whole.model).bound(whole, 0, machine), lower(whole)
     closed_s = step_time_bound(program, machine)
-    # Equal but for the dependencies between distant visits that a sketch leaves out: draws and copies ahead of their turn.
+    # Equal but for the dependencies between distant visits that a lower bound leaves out: draws and copies ahead of their turn.
     share = (
         (0.5 if whole.weights.perturbation == "copies" else 0.8)
         if whole.perturbations.sampled_ahead

@@ -6,11 +6,13 @@ import json
 
 import pytest
 
+import zosim
 from costmodel.models.configs import read_model_spec
 from executors.runs.runlog import upgrade as upgraded_header
 from zosim.lowering import lower_all
 from zosim.plans import Mesh, Placement, Plan, Split
 from zosim.program.program_set import ProgramSet
+from zosim.timeline import Timeline
 
 
 def renamed(content: object, names: dict[str, str]) -> object:
@@ -45,6 +47,13 @@ def test_programs_whose_messages_cross_a_cut_load(staged: Plan) -> None:
     assert '"boundary.0:message' in text
     old = ProgramSet.from_data(json.loads(text.replace('"boundary.0:', '"cut.0:')), "old")
     assert old == programs
+
+
+def test_a_timeline_with_steady_steps_has_periodic_ones() -> None:
+    timeline = zosim.plan("opt-1m", "cpu-laptop", seq=16).chosen.planned.timeline
+    data = json.loads(timeline.to_json())
+    data["first_steady_step"] = data.pop("first_periodic_step", timeline.first_periodic_step)
+    assert Timeline.from_data(data, "old") == timeline
 
 
 def test_an_identity_with_cuts_has_split_points() -> None:

@@ -1,4 +1,4 @@
-"""First-order steps as programs: rules, closed forms, published formulas, and every engine."""
+"""First-order steps as programs: rules, closed forms, published formulas, and every simulator."""
 
 import json
 from dataclasses import replace

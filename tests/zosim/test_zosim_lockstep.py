@@ -1,4 +1,4 @@
-"""The engine on arrays against the engine on processes: one run, twice."""
+"""The simulator on arrays against the simulator on processes: one run, twice."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Messages between neighbouring ranks: pipelines whose times can be worked out by hand, in every engine."""
+"""Messages between neighbouring ranks: pipelines whose times can be worked out by hand, in every simulator."""
 
 from dataclasses import replace
 

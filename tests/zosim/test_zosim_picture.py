@@ -1,4 +1,4 @@
-"""Pictures of timelines: a bar for each instruction of a steady step, a row for each stream."""
+"""Pictures of timelines: a bar for each instruction of a periodic step, a row for each stream."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The closed form against the event engine, and both against their bounds."""
+"""The closed form against the event simulator, and both against their bounds."""
 
 from collections import defaultdict
 from dataclasses import replace

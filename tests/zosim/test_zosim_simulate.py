@@ -1,4 +1,4 @@
-"""The event engine against times worked out by hand, closed forms, and its own rules."""
+"""The event simulator against times worked out by hand, closed forms, and its own rules."""
 
 import gc
 import itertools

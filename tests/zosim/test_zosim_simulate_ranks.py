@@ -1,4 +1,4 @@
-"""The event engine with several ranks: collectives, what ranks share, and whom they wait for."""
+"""The event simulator with several ranks: collectives, what ranks share, and whom they wait for."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """Predicted against measured, line by line, under the names that instructions carry in the program.
 
-Only steady steps are compared. What one line contributes to the error of the step is the difference of the seconds
+Only periodic steps are compared. What one line contributes to the error of the step is the difference of the seconds
 that it takes on the two critical paths: paths tile the step, so contributions add up to the whole error, which
 differences of durations do not where streams overlap. (A path has the mean of the steps that it spans, a step time is
 a median; where measured steps scatter, the sum differs by as much as these two do.)
@@ -34,7 +34,7 @@ class ComparedLine:
     ----------
     name : str
     predicted_s, measured_s : float or None
-        Medians over the steady steps of its seconds per step; None where the timeline does not have it.
+        Medians over the periodic steps of its seconds per step; None where the timeline does not have it.
     contribution_s : float
         Its seconds on the predicted critical path less those on the measured one, per step.
     """
@@ -179,7 +179,7 @@ class Comparison:
             sizes = f"{line.predicted_bytes / _MIB:.1f}", f"{line.measured_bytes / _MIB:.1f}"
             rows.append((f"peak {line.space} memory (MiB)", *sizes, _percent(line.error)))
         rows.append(("bottleneck", self.predicted_bottleneck, self.measured_bottleneck, ""))
-        title = f"{self.program}, rank {self.rank}: median of {self.num_steps} steady steps"
+        title = f"{self.program}, rank {self.rank}: median of {self.num_steps} periodic steps"
         columns = ("", "predicted", "measured", "error")
         return Table(columns, rows, title=title, numeric=columns[1:])
 
@@ -240,7 +240,7 @@ def compare(
 
 
 def slowest_rank(timeline: Timeline) -> int:
-    """Return the rank that ends the last steady step last.
+    """Return the rank that ends the last periodic step last.
 
     Raises
     ------
@@ -287,7 +287,7 @@ def _lines(
 
 
 def _medians(timeline: Timeline, rank: int, key: Key) -> dict[str, float]:
-    """Return the median over steady steps of the seconds per step under each name."""
+    """Return the median over periodic steps of the seconds per step under each name."""
     by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in timeline.periodic_spans(rank):
         by_step[key(span)][span.step] += span.duration_s

@@ -27,7 +27,7 @@ DISPATCH = "dispatch"
 WAIT = "wait"
 # Ends that differ by less than rounding are the same instant.
 _SAME_INSTANT = 1e-12
-# A steady step has as many steps before it as a walk wants.
+# A periodic step has as many steps before it as a walk wants.
 _ENDLESS = 10**9
 
 
@@ -162,12 +162,12 @@ def _describe(label: str, limiter: str, is_copy: bool) -> str:
 
 
 def step_path(timeline: Timeline, program: Program, rank: int = 0) -> CriticalPath:
-    """Return the critical circuit of a rank's steady steps.
+    """Return the critical circuit of a rank's periodic steps.
 
     Where the timeline says how steps repeat, the circuit takes exactly as long as the steps that it spans.
     Otherwise it is the longest stretch between two visits of the walk to one instruction; its length is the
     time between the ends of that instruction in the two steps. A timeline too short for either gives the
-    steady steps' walk, clipped to them.
+    periodic steps' walk, clipped to them.
 
     Raises
     ------
@@ -183,7 +183,7 @@ Lookup = Callable[[Place], Span | None]
 
 
 def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) -> CriticalPath:
-    """Follow the steady steps backwards for ever, as they repeat, until the walk closes."""
+    """Follow the periodic steps backwards for ever, as they repeat, until the walk closes."""
     graph = StepGraph(program, 2 * _ENDLESS)
     lookup = _periodic_lookup(timeline, repeat, rank)
     start = _latest(_spans_by_place(timeline, graph, rank), timeline, rank, repeat.first_omitted_step - 1)
@@ -202,7 +202,7 @@ def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) ->
         seen[key] = len(walked)
         walked.append((place, span, before_s))
     # No dependency and no stream reaches back into the step before: impossible, a stream follows itself.
-    raise AssertionError("a steady step has a beginning")
+    raise AssertionError("a periodic step has a beginning")
 
 
 def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> CriticalPath:

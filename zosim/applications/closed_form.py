@@ -1,4 +1,4 @@
-"""The closed form beside the event engine: when instructions run if nothing is shared.
+"""The closed form beside the event simulator: when instructions run if nothing is shared.
 
 A max-plus recurrence (:mod:`zosim.simulators.maxplus`) over the graph of all ranks (:mod:`zosim.simulators.run_graph`). A collective is one node
 for all members of its group: it starts after the latest of them and takes as long as the slowest of their flows. A message is one node for its

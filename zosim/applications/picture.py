@@ -35,7 +35,7 @@ _LEAST_IN_LEGEND = 1e-3
 
 
 def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
-    """Draw a steady step of a timeline into an SVG, PNG or PDF file, and return its path.
+    """Draw a periodic step of a timeline into an SVG, PNG or PDF file, and return its path.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ distant blocks can only add to it. Memory is exact.
 
 Examples
 --------
-A sketch of the twelve blocks of OPT-125M is made of the instructions of two. With nothing shared it says what the engine says:
+The lower bound of the twelve blocks of OPT-125M is made of the instructions of two. With nothing shared it says what the simulator says:
 
 >>> from costmodel import read_model_spec
 >>> from costmodel.devices.datasheet import datasheet_profile
@@ -73,7 +73,7 @@ class BlockBound:
 
 
 class BlockBounder:
-    """Makes sketches of plans for one model, the same only once.
+    """Makes lower bounds of plans for one model, the same only once.
 
     What a rank does depends on how many points and sequences it forwards, not on which, and its time on its machine's
     figures, not on the names of its resources.
@@ -98,7 +98,7 @@ class BlockBounder:
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         part, num_staging_buffers = _part(plan, rank), plan.residency.num_staging_buffers
-        # Ranks that do the same on machines alike but for names have one sketch.
+        # Ranks that do the same on machines alike but for names have one bound.
         key = part, num_staging_buffers, machine.shape
         if key not in self._known_bounds:
             if (part, num_staging_buffers) not in self._buffers:

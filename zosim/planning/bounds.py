@@ -1,6 +1,6 @@
-"""What a plan takes at least, on all its ranks: the longest of their sketches, and the fullest of what they share.
+"""What a plan takes at least, on all its ranks: the longest of their lower bounds, and the fullest of what they share.
 
-Ranks that do the same on devices that are placed alike are sketched once, however many they are.
+Ranks that do the same on devices that are placed alike are bounded once, however many they are.
 
 Examples
 --------

@@ -1,6 +1,6 @@
 """Which placement to use: every plan that computes the same thing, the ones that fit, the fastest of them.
 
-A sketch bounds every candidate from below and says exactly what memory it takes; candidates are then lowered and
+A lower bound of every candidate is known and says exactly what memory it takes; candidates are then lowered and
 simulated in the order of their bounds until no bound is left that could change the answer. The answer says what was
 chosen and why, what came second, and what does not fit for want of how much memory.
 """

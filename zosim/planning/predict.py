@@ -244,7 +244,7 @@ class PlannedRun:
         return self._periodic_step_s(self.world)
 
     def _periodic_step_s(self, world: World) -> float:
-        # The reference engine gets every rank: folding is what it is to be held against.
+        # The reference simulator gets every rank: folding is what it is to be held against.
         return (
             self._by_simpy(world).step_time_s if self.simulator == "simpy" else periodic_step_s(fold(world))
         )
@@ -306,7 +306,7 @@ class PlannedRun:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """The steady step in numbers."""
+        """The periodic step in numbers."""
         low_s, high_s = self.bounding_step_s("low"), self.bounding_step_s("high")
         rank, step_time_s = slowest_rank(self.timeline), self.step_time_s
         return Prediction(

@@ -5,7 +5,7 @@ instructions of the part at each position, and an edge reaches back by a number 
 instruction waits for what it is ``after``. Steps that reach back to steps alone are alike and share one table, so a run of ten thousand
 steps costs no more than its first few.
 
-Engines on arrays ask by number, a thousand times for each rank: edges are ``(positions before, number in the part)``. Whoever walks the
+Simulators on arrays ask by number, a thousand times for each rank: edges are ``(positions before, number in the part)``. Whoever walks the
 graph by name asks for the :class:`Place` of an instruction. Whoever asks what has finished when something starts lists a short run as a
 whole (:attr:`StepGraph.listed`, :meth:`StepGraph.ordered`).
 

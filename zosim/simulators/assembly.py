@@ -1,4 +1,4 @@
-"""A run played by one of the engines, and what was seen: its timeline, with like steps left out, and memory over time.
+"""A run played by one of the simulators, and what was seen: its timeline, with like steps left out, and memory over time.
 
 Examples
 --------
@@ -67,7 +67,7 @@ class Playing(Protocol):
 
 
 def played(world: World, start: Callable[[int], Playing], num_steps: int | None) -> Timeline:
-    """Return the timeline of a run, by the engine that `start` makes for a number of steps.
+    """Return the timeline of a run, by the simulator that `start` makes for a number of steps.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def _assembled(
     """Return the timeline of a run of so many steps, with further steps of a cycle put after its last step."""
     repeat = cycle and replace(cycle, num_rounds=num_omitted // cycle.num_steps)
     spans_by_rank = run.spans()
-    # A flush instruction that waits for no step has run before steps became steady, and stays there.
+    # A flush instruction that waits for no step has run before steps became periodic, and stays there.
     periodic_s = max(
         (
             span.end_s

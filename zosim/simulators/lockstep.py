@@ -1,4 +1,4 @@
-"""The event engine for many ranks: what happens to many of them at one instant is handled in one go.
+"""The event simulator for many ranks: what happens to many of them at one instant is handled in one go.
 
 The same rules as :mod:`zosim.simulators.simulate`, instruction by instruction and rank by rank, on arrays instead of processes:
 an event is the end of one instruction on all ranks of a template on which it ends at that instant. Ranks in step with
@@ -81,14 +81,14 @@ class Times:
 
 
 class Kind:
-    """The ranks of one template, and what the engine keeps of them.
+    """The ranks of one template, and what the simulator keeps of them.
 
     Attributes
     ----------
     ranks : array of shape (num_ranks,)
         Their positions in the world.
     first : int
-        Where they begin in the engine's order of all ranks.
+        Where they begin in the simulator's order of all ranks.
     streams, seconds, classes : dict
         By part, for each instruction in order: number of its stream, its seconds alone, and the class of activities that it
         shares resources with (-1 where nothing limits it). The last of a step is the host's own part.
@@ -131,14 +131,14 @@ class Kind:
 
 
 class Participants:
-    """Who meets in a group's collectives, or in messages of one offset, over the ranks in the engine's order.
+    """Who meets in a group's collectives, or in messages of one offset, over the ranks in the simulator's order.
 
     Attributes
     ----------
     of : mapping of bool to array
-        Number of each rank's party, where it receives (or takes part in a collective) and where it sends.
+        Number of each rank's participants, where it receives (or takes part in a collective) and where it sends.
     sizes : array
-        Of each party.
+        Of each set of participants.
     """
 
     def __init__(self, group: ProcessGroup, offset: int, ranks: Ints) -> None:
@@ -159,7 +159,7 @@ class Participants:
 
 
 class Peers:
-    """A group as arrays over the ranks in the engine's order."""
+    """A group as arrays over the ranks in the simulator's order."""
 
     def __init__(self, group: ProcessGroup, ranks: Ints) -> None:
         everybody = Participants(group, 0, ranks)
@@ -253,7 +253,7 @@ class Lockstep:
                     for other, there, who in self._arrive(kind, position, rendezvous, cols, "end"):
                         self._end(other, position, there, who, now_s)
         if self.shortened is None and any(self._unfinished.values()):
-            # The other engine words what goes in a circle.
+            # The other simulator words what goes in a circle.
             from zosim.simulators.simulate import simulate_world
 
             simulate_world(self.world, num_steps=min(self.num_steps, self._depth + 1))
@@ -323,7 +323,7 @@ class Lockstep:
     def _arrive(
         self, kind: Kind, position: int, rendezvous: Rendezvous, cols: Ints, phase: str
     ) -> Iterator[tuple[Kind, int, Ints]]:
-        """Take in ranks that have come to a collective or message, and yield all of the parties that are complete."""
+        """Take in ranks that have come to a collective or message, and yield all participants that are complete."""
         channel = rendezvous.group, rendezvous.offset
         if channel not in self._participants:
             self._participants[channel] = Participants(
@@ -332,7 +332,7 @@ class Lockstep:
         participants, key = self._participants[channel], (rendezvous.shared, position, phase)
         if key not in self._met:
             self._met[key] = np.zeros(len(participants.sizes), dtype=np.intp)
-        # Ranks of a party may come at several instants and from several kinds.
+        # Participants may come at several instants and from several kinds.
         there = self._met[key]
         arrived = np.bincount(participants.of[rendezvous.sends][kind.first + cols], minlength=len(there))
         complete = (there + arrived == participants.sizes) & (arrived > 0)

@@ -1,6 +1,6 @@
 """When a run has become periodic: from where on every step repeats an earlier one, shifted in time.
 
-Every engine asks this one detector, the closed form and those on events alike: it looks at times alone.
+Every simulator asks this one detector, the closed form and those on events alike: it looks at times alone.
 
 Examples
 --------

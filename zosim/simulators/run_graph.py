@@ -1,6 +1,6 @@
 """Who waits for whom in a run of several ranks: their step graphs, joined where ranks meet and where one waits for its peers.
 
-An engine that runs ranks as processes asks by rank and place. The closed form asks by number, as of one rank's
+A simulator that runs ranks as processes asks by rank and place. The closed form asks by number, as of one rank's
 :class:`~zosim.program.step_graph.StepGraph`: nodes at a position are the instructions of all ranks, those that start and end together one
 node, and edges are ``(positions before, number)``.
 """
@@ -127,7 +127,7 @@ class RunGraph:
                 yield peer, there
 
     def participants(self, rank: int, place: Place) -> tuple[tuple[int, ...], Hashable]:
-        """Return who meets at an instruction, and what tells this meeting from others at its position."""
+        """Return who meets at an instruction, and what tells this rendezvous from others at its position."""
         rendezvous = self.graphs[rank].rendezvous(place)
         assert rendezvous is not None
         return self.world.participants(rank, rendezvous)

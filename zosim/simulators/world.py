@@ -229,7 +229,7 @@ class World:
         return template.taking(lambda activity: tuple((own[name], use) for name, use in activity.uses))
 
     def participants(self, rank: int, rendezvous: Rendezvous) -> tuple[tuple[int, ...], Hashable]:
-        """Return who meets where `rank` does, and what tells this meeting from others at its position.
+        """Return who meets where `rank` does, and what tells this rendezvous from others at its position.
 
         A message whose other side is not simulated has one member: that side is taken to be in step.
         """

@@ -134,13 +134,13 @@ class Context:
             made[rounding] = RoundedSampler(rounding, shapes, nonzero, device, self.threads)
         return made
 
-    # -- what the engine computes with -------------------------------------------------------------------------
+    # -- what the forward runner computes with -------------------------------------------------------------------------
     #
-    # No program says which weights the engine holds, so nothing orders two streams that change it. It belongs to forwards,
+    # No program says which weights the forward runner holds, so nothing orders two streams that change it. It belongs to forwards,
     # which all run on compute, and to the host loop while nothing runs. A free, on whatever stream, finds its buffer let go of.
 
     def bind(self, accesses: Sequence[Access]) -> None:
-        """Let the engine compute with weights where they lie."""
+        """Let the forward runner compute with weights where they lie."""
         for access in accesses:
             placed = self.store.placed(access)
             if self._bound.get(placed.part.what) is not placed:
@@ -148,7 +148,7 @@ class Context:
                 self._bound[placed.part.what] = placed
 
     def let_go(self, accesses: Sequence[Access]) -> None:
-        """Let the engine hold no weights that lie in buffers which the program frees."""
+        """Let the forward runner hold no weights that lie in buffers which the program frees."""
         for access in accesses:
             if access.buffer not in self._freed:
                 continue
@@ -159,7 +159,7 @@ class Context:
 
     @contextmanager
     def reading(self, accesses: Sequence[Access]) -> Iterator[None]:
-        """Let the engine compute with weights for as long as a forward runs."""
+        """Let the forward runner compute with weights for as long as a forward runs."""
         self.bind(accesses)
         yield
         self.let_go(accesses)

@@ -182,7 +182,7 @@ class Forwards:
         """Return what runs a segment at all points side by side."""
         context, forward_runner = self._context, self._context.forward_runner
         if not isinstance(forward_runner, BatchedModel):
-            raise Unfit("is at several points, which the engine of the plan runs one after the other")
+            raise Unfit("is at several points, which the forward runner of the plan runs one after the other")
         store, values = context.store, context.store.values
         weights = [access for access in instruction.reads if store.is_weights(access)]
         inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]

@@ -802,7 +802,7 @@ def test_adapters_in_qvalues_are_tuned_on_their_grid_beside_qvalues_that_stay():
 
 
 @pytest.mark.parametrize(
-    ("stated", "lora", "reason"),
+    ("declared", "lora", "reason"),
     [
         ({"weights": "int4", "adapters": "int8"}, None, "needs adapters"),
         ({"weights": "int4", "adapters": "int8"}, "windows", "A is sampled anew"),

@@ -1,4 +1,4 @@
-"""Serving engines alike: the built-in runtime, the same over HTTP, and whichever engine ZOSIM_SERVER_URL names."""
+"""Serving runners alike: the built-in runtime, the same over HTTP, and whichever server ZOSIM_SERVER_URL names."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def expected(model, tokens):
 
 @pytest.fixture(params=["runtime", "http", "external"])
 def served(request, folder):
-    """An engine, with what it scores when nothing stands beside its base."""
+    """A server, with what it scores when nothing stands beside its base."""
     if request.param == "external":
         if not (SERVER_URL and SERVER_MODEL):
             pytest.skip(
-                "no engine: ZOSIM_SERVER_URL and ZOSIM_SERVER_MODEL name one, and its base's directory"
+                "no server: ZOSIM_SERVER_URL and ZOSIM_SERVER_MODEL name one, and its base's directory"
             )
         yield RemoteServer(SERVER_URL, timeout_s=600), SERVER_MODEL
         return
@@ -130,7 +130,7 @@ def adapter_beside(reference, target, out, seed):
 
 
 TOLERANCE = float(os.environ.get("ZOSIM_SERVER_TOLERANCE", "1e-4"))
-"""Of a log-probability around 5 in float32; an engine of others may compute in bfloat16."""
+"""Of a log-probability around 5 in float32; a server of others may compute in bfloat16."""
 
 
 def test_scores_are_the_models_own(served, reference):
@@ -399,18 +399,18 @@ MODELS = {"data": [{"id": "base"}]}
 @pytest.mark.parametrize(
     ("completion", "complaint"),
     [
-        (b"<html>", "no engine of this protocol"),
+        (b"<html>", "no server of this protocol"),
         ({"choices": []}, "0 choices for 1 prompts"),
         ({"choices": [{"index": 0, "logprobs": {"token_logprobs": [None, -1.0]}}]}, "scored 2 tokens of 3"),
         ({"choices": [{"index": 0, "logprobs": {"token_logprobs": [None, -1.0, None]}}]}, "not finite"),
-        ({"choices": [{"index": 0}]}, "no engine of this protocol"),
-        (b'{"choices": [{"index": Infinity}]}', "no engine of this protocol"),
-        (b"[" * 9000, "no engine of this protocol"),
+        ({"choices": [{"index": 0}]}, "no server of this protocol"),
+        (b'{"choices": [{"index": Infinity}]}', "no server of this protocol"),
+        (b"[" * 9000, "no server of this protocol"),
         ({"model": "other", "choices": []}, "asked for 'base' and answered for 'other'"),
-        (b'{"choices": [{"index": 0, "logprobs": {"tok', "no engine of this protocol"),
+        (b'{"choices": [{"index": 0, "logprobs": {"tok', "no server of this protocol"),
         (
             b'{"choices": [{"index": 0, "logprobs": {"token_logprobs": [null, NaN, -1]}}]}',
-            "no engine of this",
+            "no server of this",
         ),
     ],
     ids=[
@@ -643,7 +643,7 @@ class Fragile:
     def score(self, requests):
         self.left -= 1
         if not self.left:
-            raise RunError("the engine is gone")
+            raise RunError("the server is gone")
         return self.runtime.score(requests)
 
 
@@ -751,7 +751,7 @@ def test_a_tuning_with_other_numbers_is_not_gone_on_with(folder, tmp_path):
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(RunError, match="tuned on weights of digest"):
         Tuning(Runtime(copy.deepcopy(other)), str(tmp_path / "other"), tmp_path, SETTINGS)
-    with pytest.raises(RunError, match=r"has weights of digest .* the engine serves a base of digest"):
+    with pytest.raises(RunError, match=r"has weights of digest .* the server serves a base of digest"):
         Tuning(Runtime(other), str(folder / "base"), tmp_path / "new", SETTINGS)
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "projected_grad": 0.1}\n')
     with pytest.raises(RunError, match="not step 0"):
@@ -883,7 +883,7 @@ def test_versions_are_compared_served_and_rolled_back(folder, tmp_path):
     assert versions.compare("one", lines).served == pytest.approx(losses["two"], abs=1e-4)
     assert versions.roll_back() == "one"
     again = Runtime(base())
-    # An engine that was started anew serves what the file says before anything is compared with it.
+    # A server that was started anew serves what the file says before anything is compared with it.
     anew = Versions(tmp_path / "versions", again, "served").compare("two", lines)
     assert (anew.served, anew.candidate) == pytest.approx((losses["one"], losses["two"]), abs=1e-4)
     assert again.adapters() == ("served",)
@@ -945,7 +945,7 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
     assert "cannot reach" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stated", ["one", "=one", "base=one"])
+@pytest.mark.parametrize("declared", ["one", "=one", "base=one"])
 def test_adapters_are_served_under_names_of_their_own(folder, capsys, monkeypatch, declared):
     monkeypatch.chdir(folder)
     assert (

@@ -17,7 +17,7 @@ def loss_of(logits, labels):
     return cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize("asked", ["from the first token on", "late", "of one sequence alone"])
+@pytest.mark.parametrize("requested", ["from the first token on", "late", "of one sequence alone"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_unequal_parts_are_no_bias(requested, count):
     generator = torch.Generator().manual_seed(3)

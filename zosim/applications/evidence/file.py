@@ -37,7 +37,10 @@ from zosim.timeline import Timeline
 
 EVIDENCE_FORMAT: Literal["zosim-evidence"] = "zosim-evidence"
 EVIDENCE_VERSION: Literal[1] = 1
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {
+    "measurement.num_steady_steps": "num_periodic_steps",
+    "timeline.first_steady_step": "first_periodic_step",
+}
 """Fields that were renamed of evidence (:mod:`topology.renamed`), but for plan and profile, which upgrade themselves."""
 
 
@@ -90,7 +93,7 @@ class MeasuredRun(FrozenModel):
     Attributes
     ----------
     step_time_s : float
-        Median of the steady steps.
+        Median of the periodic steps.
     num_periodic_steps : int
     device_bytes, host_bytes : int
         Peaks of the first rank.

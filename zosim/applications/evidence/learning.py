@@ -124,7 +124,7 @@ def measurements_of_spans(
 def _grouped(
     timeline: Timeline, program_set: ProgramSet, profile: Profile
 ) -> dict[_CopyType, tuple[str, list[tuple[float, bool]]]]:
-    """Return the steady spans by what they do: a name, and for each its seconds and whether it ran alone."""
+    """Return the spans of periodic steps by what they do: a name, and for each its seconds and whether it ran alone."""
     groups: dict[_CopyType, tuple[str, list[tuple[float, bool]]]] = {}
     num_ranks = program_set.world_size
     spans = [span for rank in timeline.ranks for span in timeline.periodic_spans(rank)]

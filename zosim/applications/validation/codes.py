@@ -86,7 +86,7 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
             host_s={"call_s.block": 0.92e-3, "instruction_s": 0.0},
             fuses_softmax=True,
         ),
-        # Engines of their own kernels.
+        # Frameworks with kernels of their own.
         "tensorrt-llm": SystemCode(fuses_passes=True),
         **dict.fromkeys(
             ("llama.cpp", "ik_llama.cpp", "llamafile"), SystemCode(widens_half=True, fuses_passes=True)
