@@ -337,9 +337,7 @@ def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:
         known = sorted(name.removeprefix(f"{kind}.") for name in values if name.startswith(f"{kind}."))
         message = f"the profile has no {kind} for {dtype}"
         hint = (
-            f"it has {', '.join(known)}; use one of these formats"
-            if known
-            else "measure it anew: zosim calibrate"
+            f"it has {', '.join(known)}; use one of these formats" if known else "measure it: zosim calibrate"
         )
         raise ProfileError(message, hint=hint) from None
 

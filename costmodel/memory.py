@@ -212,24 +212,26 @@ def preflight_host(
         if limits.limited_by == "control group":
             hint = "raise the container's memory limit, or store weights in a narrower format"
         message = (
-            f"the plan needs {format_bytes(required_host_bytes)} of host memory, "
+            f"the plan needs {format_bytes(required_host_bytes)} of host memory, but "
             f"{format_bytes(limits.available_bytes)} are available ({limits.limited_by})"
         )
         shortages.append(MemoryShortage("host memory", message, hint))
     if limits.locked_bytes is not None and pinned_bytes > limits.locked_bytes:
         message = (
-            f"the plan pins {format_bytes(pinned_bytes)} in one process, RLIMIT_MEMLOCK allows "
+            f"the plan pins {format_bytes(pinned_bytes)} in one process, but RLIMIT_MEMLOCK allows "
             f"{format_bytes(limits.locked_bytes)}"
         )
         hint = (
-            "raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1; "
-            "CUDA's driver often pins outside this limit, mlock and RDMA never do"
+            "raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1; CUDA's driver "
+            "often pins outside this limit, mlock and RDMA never do"
         )
         shortages.append(MemoryShortage("pinned memory", message, hint, severity="warning"))
     free = limits.shared_memory_bytes
     if shared_memory_bytes > (free or 0):
         available = "there is none" if free is None else f"{format_bytes(free)} are free"
-        message = f"the plan puts {format_bytes(shared_memory_bytes)} into {SHARED_MEMORY_PATH}, {available}"
+        message = (
+            f"the plan needs {format_bytes(shared_memory_bytes)} in {SHARED_MEMORY_PATH}, but {available}"
+        )
         enlarge = f"enlarge it with `mount -o remount,size=... {SHARED_MEMORY_PATH}`"
         shortages.append(
             MemoryShortage("shared memory", message, f"{enlarge}, or start the container with --shm-size")

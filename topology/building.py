@@ -64,10 +64,10 @@ class MachineBuilder:
             If the id is taken, a field is not valid, or there are too many nodes.
         """
         if len(self._nodes) == MAX_NODES:
-            message = f"{self.name}: it has more than {MAX_NODES} devices, which no machine has"
+            message = f"{self.name}: it has more than the maximum of {MAX_NODES} devices"
             raise TopologyError(message)
         if node_id in self._nodes:
-            message = f"{self.name}: two devices are called {node_id!r}"
+            message = f"{self.name}: two devices have the name {node_id!r}"
             raise TopologyError(message)
         with readable(f"node {node_id!r} of {self.name}"):
             self._nodes[node_id] = Node.model_validate({"id": node_id, "type": node_type, **fields})
@@ -93,7 +93,7 @@ class MachineBuilder:
             If they are the same, `count` is not positive, or there are too many links.
         """
         if len(self._links) == MAX_LINKS:
-            message = f"{self.name}: it has more than {MAX_LINKS} links, which no machine has"
+            message = f"{self.name}: it has more than the maximum of {MAX_LINKS} links"
             raise TopologyError(message)
         with readable(f"the link of {source!r} with {target!r} in {self.name}"):
             link = Link(source=source, target=target, type=link_type, count=count)
@@ -276,11 +276,11 @@ def require_device(name: str | None, device_type: str, where: str) -> DeviceSpec
     """
     known = [spec.id for spec in catalogue().devices.values() if spec.type == device_type]
     if name is None:
-        message = f"{where} does not tell which {device_type} it has"
-        raise TopologyError(message, hint=f"name it with --{device_type}; known: {', '.join(known)}")
+        message = f"{where} does not name its {device_type}"
+        raise TopologyError(message, hint=f"give it with --{device_type}; known: {', '.join(known)}")
     spec = find_device(name)
     if spec is None or spec.type != device_type:
-        message = f"no {device_type} in the catalogue is called {name!r}"
+        message = f"the catalogue has no {device_type} {name!r}"
         raise TopologyError(message, hint=did_you_mean(name, known))
     return spec
 

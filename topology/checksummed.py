@@ -33,7 +33,7 @@ def save_checksummed(
     try:
         Path(path).write_text(json.dumps(with_digest(content), indent=1) + "\n", encoding="utf-8")
     except OSError as reason:
-        raise error(f"the {what} cannot be written to {path}: {reason}") from reason
+        raise error(f"cannot write the {what} to {path}: {reason}") from reason
 
 
 def without_digest(content: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -160,7 +160,7 @@ def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
     if wanted is None:
         first = [name for name in known if topology.host_of(name) == topology.host_of(known[0])]
         if len(first) < 2:
-            raise TopologyError(f"{topology.name!r} has no host with two GPUs", hint="a ring needs two")
+            raise TopologyError(f"{topology.name!r} has no host with two GPUs", hint="a ring needs two GPUs")
         return [tuple(first[:count]) for count in range(2, len(first) + 1)]
     named: list[str] = []
     for word in (part.strip() for part in wanted.split(",")):
@@ -170,7 +170,7 @@ def _gpu_sets(topology: Topology, wanted: str | None) -> list[tuple[str, ...]]:
             numbers = range(begin, end + 1)
             if not numbers or numbers[-1] >= len(known):
                 message = f"--gpus {word} names GPUs that {topology.name!r} does not have"
-                raise TopologyError(message, hint=f"it has {len(known)}, counted from 0")
+                raise TopologyError(message, hint=f"it has {len(known)}, numbered from 0")
             named += [known[number] for number in numbers]
         else:
             named.append(topology.node(word).id)
@@ -231,13 +231,15 @@ def guess_tool(path: Path, text: str) -> Tool:
     if not text.lstrip().startswith("<"):
         return Tool.ROCM if is_rocm(text) else Tool.SMI
     if str(path) == "-":
-        raise TopologyError("standard input is XML, which is read from files", hint="name the file")
+        raise TopologyError(
+            "standard input is XML, which can only be read from a file", hint="give the file's name"
+        )
     first = re.sub(r"<!--.*?-->|<[?!][^>]*>", "", text[: 2**16], flags=re.DOTALL).lstrip()
     for tag, tool in (("<topology", Tool.HWLOC), ("<system", Tool.NCCL)):
         if first.startswith(tag):
             return tool
-    message = f"{str(path)!r} is XML of neither NCCL nor hwloc"
-    raise TopologyError(message, hint="NCCL's starts with <system>, hwloc's with <topology>")
+    message = f"{str(path)!r} is XML from neither NCCL nor hwloc"
+    raise TopologyError(message, hint="NCCL's begins with <system>, hwloc's with <topology>")
 
 
 def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:

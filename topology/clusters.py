@@ -34,11 +34,11 @@ def cluster(topology: Topology, num_hosts: int, *, name: str | None = None) -> T
     ['host0/gpu7', 'host1/gpu0']
     """
     if num_hosts < 1 or len(topology.hosts) != 1:
-        message = f"{num_hosts} copies of {topology.name!r}, which has {len(topology.hosts)} hosts"
-        raise TopologyError(message, hint="take one copy at least of a machine with a single host")
+        message = f"cannot copy {topology.name!r} {num_hosts} times: it has {len(topology.hosts)} hosts"
+        raise TopologyError(message, hint="copy a machine with one host, at least once")
     shared = {node.id for node in topology.of_type("network")}
     if num_hosts > 1 and not shared:
-        message = f"nothing joins the copies of {topology.name!r}: it has no network"
+        message = f"{topology.name!r} has no network to connect its copies"
         raise TopologyError(message, hint="add a nic and a network node, and link them")
     only = topology.hosts[0].id
 

@@ -141,7 +141,7 @@ def _resolve_node(node: dict[str, Any], devices: dict[str, DeviceSpec], where: s
     if not isinstance(name, str):
         return node
     if name not in devices:
-        message = f"{where}: node {node.get('id')!r} names the unknown device {name!r}"
+        message = f"{where}: node {node.get('id')!r} has the unknown device {name!r}"
         raise TopologyError(message, hint=did_you_mean(name, devices))
     return {**node, "spec": devices[name]}
 
@@ -156,7 +156,8 @@ def _resolve_link(link: dict[str, Any], link_types: dict[str, LinkType], where: 
         return link
     if name not in link_types:
         message = (
-            f"{where}: link {link.get('source')!r} to {link.get('target')!r} has the unknown type {name!r}"
+            f"{where}: the link from {link.get('source')!r} to {link.get('target')!r} has the unknown "
+            f"type {name!r}"
         )
         raise TopologyError(message, hint=did_you_mean(name, link_types))
     return {**link, "type": link_types[name]}
@@ -166,7 +167,7 @@ def _parse_yaml(text: str, what: str) -> tuple[dict[str, Any], Callable[[Locatio
     data, root = parse_yaml(text, what, TopologyError, hint="check indentation, colons and quotes there")
     if not isinstance(data, dict):
         found = "empty" if data is None else f"a {type(data).__name__}"
-        message = f"{what} is {found}, not a mapping with name, nodes and links"
+        message = f"{what} is {found}, but must be a mapping with name, nodes and links"
         raise TopologyError(message, hint="`zosim topology show NAME -o FILE` writes an example")
     return data, lambda location: _line_of(root, location)
 
@@ -246,7 +247,7 @@ def load_preset(name: str) -> Topology:
         If there is none of that name.
     """
     if name not in preset_names():
-        message = f"no hardware preset is called {name!r}"
+        message = f"there is no preset {name!r}"
         raise TopologyError(message, hint=did_you_mean(name, preset_names()))
     entry = resources.files("topology") / "data" / "presets" / f"{name}.yaml"
     return loads(entry.read_text(encoding="utf-8"), what=f"preset {name}")

@@ -85,11 +85,11 @@ def draw(topology: Topology, path: str | Path) -> Path:
     """
     file = Path(path)
     if file.suffix.lower() not in FORMATS:
-        message = f"cannot draw into {str(path)!r}: the format {file.suffix!r} is unknown"
-        raise TopologyError(message, hint=f"end its name with one of {', '.join(FORMATS)}")
+        message = f"cannot draw to {str(path)!r}: unknown format {file.suffix!r}"
+        raise TopologyError(message, hint=f"use a name that ends with one of {', '.join(FORMATS)}")
     if len(topology.nodes) > MAX_NODES:
-        message = f"{topology.name!r} has {len(topology.nodes)} nodes, too many to see in a picture"
-        raise TopologyError(message, hint=f"draw one host of it, with at most {MAX_NODES} nodes")
+        message = f"{topology.name!r} has {len(topology.nodes)} nodes, too many for a picture"
+        raise TopologyError(message, hint=f"draw one of its hosts, with at most {MAX_NODES} nodes")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 

@@ -172,5 +172,5 @@ def refusing_ignored() -> Iterator[None]:
                 raise
             raise DependencyError(
                 f"a package ignores an argument: {warning}",
-                hint="install the versions that zosim is tested with, those of requirements.txt in a clone of it",
+                hint="install the tested versions, from requirements.txt in a clone of zosim",
             ) from warning

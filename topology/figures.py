@@ -46,8 +46,8 @@ class Figure(FrozenModel):
     @model_validator(mode="after")
     def _is_a_number(self) -> Figure:
         if not math.isfinite(self.value):
-            message = f"{self.value} is not a figure"
-            raise RuleError(message, hint="leave it out where nothing limits")
+            message = f"{self.value} is not a valid figure"
+            raise RuleError(message, hint="leave it out where there is no limit")
         return self
 
     def in_si(self, dimension: Dimension) -> float:
@@ -84,8 +84,8 @@ def _check(dimension: Dimension, *, positive: bool, at_most: float = math.inf) -
             message = f"{figure} must be {'more than zero' if positive else 'zero or more'}"
             raise QuantityError(message)
         if value and not SMALLEST <= value <= LARGEST:
-            message = f"{figure} is beyond what hardware can be: {value:g} in SI units"
-            raise QuantityError(message, hint="look at the unit and the exponent")
+            message = f"{figure} is beyond any hardware: {value:g} in SI units"
+            raise QuantityError(message, hint="check the unit and the exponent")
         if value > at_most:
             message = f"{figure} must be at most {at_most:g}"
             raise QuantityError(message)

@@ -67,14 +67,14 @@ class Topology(FrozenModel):
         hosts = {node.id for node in self.nodes if node.type == "host"}
         for position, node in enumerate(self.nodes):
             if node.host is not None and node.host not in hosts:
-                message = f"node {node.id!r} names the unknown host {node.host!r}"
+                message = f"node {node.id!r} has the unknown host {node.host!r}"
                 hint = did_you_mean(node.host, hosts)
                 raise RuleError(message, hint=hint, location=("nodes", position, "host"))
         self._check_size()
         _refuse_ambiguous("device", [(node.spec.id, node.spec) for node in self.nodes if node.spec])
         _refuse_ambiguous("link type", [(link.type.name, link.type) for link in self.links if link.type.name])
         if not any(node.spec for node in self.nodes):
-            message = f"topology {self.name!r} has neither a gpu nor a cpu"
+            message = f"topology {self.name!r} has no gpu and no cpu"
             raise RuleError(message)
         return self
 
@@ -103,12 +103,14 @@ class Topology(FrozenModel):
             work = node_types[host, "memory"] * node_types[host, "device"] * links[host]
             if work > MAX_HOST_WORK:
                 message = (
-                    f"host {host!r} has {node_types[host, 'memory']} memories, {node_types[host, 'device']} devices and "
-                    f"{links[host]} links: too many to find routes in"
+                    f"host {host!r} has {node_types[host, 'memory']} memories, {node_types[host, 'device']} "
+                    f"devices and {links[host]} links: too many to find routes"
                 )
-                raise RuleError(message, hint=f"their product may be {MAX_HOST_WORK}; describe several hosts")
+                raise RuleError(
+                    message, hint=f"their product must be at most {MAX_HOST_WORK}; describe several hosts"
+                )
         if node_types[None, "host"] > MAX_HOSTS:
-            raise RuleError(f"{node_types[None, 'host']} hosts are more than {MAX_HOSTS}")
+            raise RuleError(f"{node_types[None, 'host']} hosts exceed the maximum of {MAX_HOSTS}")
 
     @cached_property
     def graph(self) -> nx.MultiGraph[str]:
@@ -182,7 +184,7 @@ class Topology(FrozenModel):
         if node.type == "host":
             return node
         if node.host is None:
-            message = f"node {node_id!r} of type {node.type} belongs to no host"
+            message = f"node {node_id!r} of type {node.type} has no host"
             raise TopologyError(message)
         return self.node(node.host)
 
@@ -202,7 +204,7 @@ class Topology(FrozenModel):
                 candidates.append((latency_s, len(hops), memory.id))
         if not candidates:
             message = f"no host memory of {self.host_of(node_id).id!r} reaches {node_id!r}"
-            raise TopologyError(message, hint="link it to a memory node, through a numa node for instance")
+            raise TopologyError(message, hint="link it to a memory node, for instance through a numa node")
         return self.node(min(candidates)[2])
 
     def memories_of(self, node_id: str) -> tuple[Node, ...]:
@@ -305,7 +307,7 @@ def _refuse_duplicates(what: str, names: list[str]) -> None:
     seen: set[str] = set()
     for position, name in enumerate(names):
         if name in seen:
-            hint = "parallel links need an id each, or one link with a count" if what == "link" else None
+            hint = "give parallel links an id each, or use one link with a count" if what == "link" else None
             message = f"two {what}s have the id {name!r}"
             raise RuleError(message, hint=hint, location=(f"{what}s", position))
         seen.add(name)
@@ -315,5 +317,5 @@ def _refuse_ambiguous(what: str, named: Sequence[tuple[str, object]]) -> None:
     first: dict[str, object] = {}
     for name, value in named:
         if first.setdefault(name, value) != value:
-            message = f"two different {what}s are called {name!r}"
-            raise RuleError(message, hint="give each a name of its own")
+            message = f"two different {what}s have the name {name!r}"
+            raise RuleError(message, hint="give each its own name")

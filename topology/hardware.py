@@ -47,7 +47,7 @@ def resolve(spec: str) -> Topology:
     if device is not None and device.type == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))
     gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
-    message = f"hardware {spec!r} is neither host, nor a preset, nor a file"
+    message = f"unknown hardware {spec!r}: neither host, a preset nor a file"
     raise TopologyError(message, hint=did_you_mean(spec, ("host", *preset_names(), *gpus)))
 
 

@@ -384,7 +384,7 @@ def _rates(
     spec: DeviceSpec, share: float, gemm: tuple[Spread, str], attention: tuple[Spread, str]
 ) -> Iterator[Constant]:
     if "fp32" not in spec.peak_dense:
-        message = f"device {spec.name!r} declares no fp32 peak, from which the others are judged"
+        message = f"device {spec.name!r} has no fp32 peak, which the other peaks are derived from"
         raise TopologyError(message, hint="add peak_dense.fp32 to its catalogue entry")
     for dtype in COMPUTE_FORMATS:
         peak, (downwards, upwards), remark = _peak(spec, dtype)

@@ -214,7 +214,7 @@ class PriceTable(FrozenModel):
             why = f": {self.not_priced[name]}" if name in self.not_priced else ""
             message = f"the price table of {self.date} has no prices of {name}{why}"
             raise PriceError(
-                message, hint=f"it knows {', '.join(self.machines)}; add yours with --prices FILE"
+                message, hint=f"it has prices of {', '.join(self.machines)}; give yours with --prices FILE"
             )
         return self.machines[name]
 
@@ -319,7 +319,7 @@ def rated_power_w(table: PriceTable, name: str, topology: Topology) -> Range:
     processors = [node.spec for node in topology.nodes if node.spec is not None]
     silent = [spec.name for spec in processors if spec.tdp_watts is None]
     if silent:
-        message = f"nothing says what {name} draws: {silent[0]} declares no tdp"
+        message = f"the power of {name} is unknown: {silent[0]} has no tdp"
         raise PriceError(message, hint=f"add rated_power_w to the prices of {name}")
     return table.surroundings.range * sum(spec.tdp_watts or 0.0 for spec in processors)
 
@@ -357,7 +357,7 @@ def load_prices(path: str | Path) -> PriceTable:
 def _table(text: str, what: str) -> PriceTable:
     data, _ = parse_yaml(text, what, PriceError, hint="check indentation, colons and quotes there")
     if not isinstance(data, Mapping):
-        message = f"{what} is not a mapping with currency, machines and the like"
+        message = f"{what} must be a mapping with currency, machines and so on"
         raise PriceError(message, hint="`zosim buy --show-prices` prints one to start from")
     with readable(what, PriceError, model=PriceTable):
         return PriceTable.model_validate(data)

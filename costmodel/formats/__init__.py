@@ -97,7 +97,7 @@ class Format:
         """
         if self.bits % 8:
             raise PlanError(
-                f"elements of {self.name} do not stand by themselves: nothing computes in it",
+                f"{self.name} is a storage format, in which nothing is computed",
                 hint="compute in one of " + ", ".join(COMPUTE_FORMATS),
             )
         return self.bits // 8

@@ -133,7 +133,7 @@ class CodecProfile:
         missing = sorted(set(work) - set(self.seconds))
         if missing:
             raise ProfileError(
-                f"the codecs' profile has no {missing}", hint="measure it anew on this release"
+                f"the codecs' profile lacks {missing}", hint="measure it again with this release"
             )
         return sum(count * self.seconds[name] for name, count in work.items())
 

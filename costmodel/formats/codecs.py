@@ -98,8 +98,8 @@ class CodecSpec:
         for field, known in _WORDS.items():
             value = getattr(self, field)
             if value not in known:
-                hint = did_you_mean(value, known) or "known are " + ", ".join(known)
-                raise PlanError(f"there is no codec {field} {value!r}", hint=hint)
+                hint = did_you_mean(value, known) or "known: " + ", ".join(known)
+                raise PlanError(f"unknown codec {field} {value!r}", hint=hint)
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ def codec_spec(name: str) -> CodecSpec:
         return CodecSpec()
     if not head.startswith("q") or (bits := whole_number(head[1:])) is None:
         raise PlanError(
-            f"{name!r} names no codec", hint='write "none", or bits first, such as "q4:affine-zero:token"'
+            f"{name!r} is not a codec", hint='write "none", or bits first, such as "q4:affine-zero:token"'
         )
     given: dict[str, str] = {}
     for word in words:

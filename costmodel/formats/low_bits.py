@@ -184,8 +184,8 @@ class QuantConfig:
                 sizes = (128, 64, 32, 16, 8)
                 divisors = [size for size in sizes if not any(columns % size for _, columns in linears)]
                 raise PlanError(
-                    f"groups of {self.group_elements} do not divide the {inputs} inputs of a linear layer "
-                    f"with {outputs} outputs",
+                    f"groups of {self.group_elements} do not divide the {inputs} inputs of a linear layer with "
+                    f"{outputs} outputs",
                     hint=f"use --weight-group {divisors[0]}, or --weight-scales channel"
                     if divisors
                     else "use --weight-scales channel",

@@ -116,7 +116,10 @@ def statistics_of_density(
         If the density is not from 0 to 1.
     """
     if not 0 <= density <= 1:
-        raise PlanError(f"density={density} must be from 0 to 1", hint="the part that is not zero")
+        raise PlanError(
+            f"density={density} must be from 0 to 1",
+            hint="a density is the fraction of values that are not zero",
+        )
     numel = math.prod(shape)
     return SymbolStatistics(numel, shape[-1] if shape else 1, bits, round(density * numel), histogram)
 

@@ -66,10 +66,16 @@ class LoRA(BaseModel):
     @model_validator(mode="after")
     def _leaves_rank(self) -> Self:
         if self.lazy_steps is None and self.max_rank is not None:
-            message = f"max_rank={self.max_rank} bounds increments, of which adapters have one unless A is drawn anew"
+            message = (
+                f"max_rank={self.max_rank} needs several increments, but adapters have one unless A is "
+                "sampled anew"
+            )
             raise ModelError(message, hint="add --lora-lazy-steps, or leave --lora-max-rank out")
         if self.closed_rank < self.rank * (self.lazy_steps is not None):
-            message = f"max_rank={self.max_rank} leaves no rank for a closed increment beside the open one of {self.rank}"
+            message = (
+                f"max_rank={self.max_rank} leaves no rank for a closed increment next to the open one of "
+                f"{self.rank}"
+            )
             raise ModelError(message, hint=f"use {2 * self.rank} or more")
         return self
 
@@ -91,7 +97,7 @@ class LoRA(BaseModel):
     def _names_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
             message = "LoRA needs at least one target module"
-            raise ModelError(message, hint='for example ("q_proj", "v_proj")')
+            raise ModelError(message, hint='such as ("q_proj", "v_proj")')
         return value
 
 
@@ -217,9 +223,9 @@ def spec_of_config(
     family = checked_config(config, source or f"the configuration of {name}")
     if family is None:
         raise UnknownFamily(
-            f"model {name}: of models of type {config.get('model_type')!r:.60} zosim does not know which parameters they have",
-            hint=f"where torch and transformers are installed, count it once: {COUNTING}. "
-            f"Known types are {', '.join(FAMILIES)}",
+            f"model {name}: the parameters of model_type {config.get('model_type')!r:.60} are not known",
+            hint=f"with torch and transformers installed, count them once: {COUNTING}. Known types: "
+            f"{', '.join(FAMILIES)}",
         )
     shape, tensors = family.shape, list(family.tensors())
     lora = trainable if isinstance(trainable, LoRA) else None
@@ -234,13 +240,16 @@ def spec_of_config(
     split = tuple(sorted(set(split_blocks)))
     if num_prefix_tokens and not (family.is_causal and shape.get("latent") is None):
         message = (
-            f"model {name}: a prefix is for causal models whose keys and values are made of the hidden state"
+            f"model {name}: a prefix needs a causal model whose keys and values come from the hidden state"
         )
-        raise ModelError(message, hint="tune all of it or LoRA adapters")
+        raise ModelError(message, hint="tune all parameters, or use LoRA adapters")
     splits_inside = _splits_inside(tensors, shape, is_causal=family.is_causal)
     if split and not splits_inside:
-        message = f"model {name}: its blocks do not add the second linear of one MLP to the residual stream, and cannot be split inside"
-        raise ModelError(message, hint="split between its blocks")
+        message = (
+            f"model {name} cannot be split inside its blocks: they do not add the second linear of one "
+            "MLP to the residual stream"
+        )
+        raise ModelError(message, hint="split it between its blocks")
     segments_of(shape["num_blocks"], split)
     # Sizes that are possible one by one may have a product that no dimension of a tensor has.
     with readable(f"a tensor of {source or name}", ModelError):
@@ -373,14 +382,16 @@ def _adapted_linears(tensors: Iterable[ParameterEntry], lora: LoRA, name: str) -
     names = [module for linears in by_block.values() for module, _ in linears]
     missing = [target for target in lora.target_modules if target not in names]
     if missing:
-        message = f"model {name}: no linear of its blocks is called {', '.join(missing)}"
+        message = f"model {name}: its blocks have no linear called {', '.join(missing)}"
         raise ModelError(message, hint="linears are " + ", ".join(dict.fromkeys(names)))
     adapted = [
         [linear for module, linear in linears if module in lora.target_modules]
         for linears in by_block.values()
     ]
     if any(linears != adapted[0] for linears in adapted):
-        message = f"model {name}: not all of its blocks have the same linears called {', '.join(lora.target_modules)}"
+        message = (
+            f"model {name}: the linears called {', '.join(lora.target_modules)} differ between its blocks"
+        )
         alike = dict.fromkeys(
             module for module in names if all(module in dict(linears) for linears in by_block.values())
         )
@@ -394,13 +405,13 @@ def _saved_spec(
     with readable(f"the model specification {path}", ModelError, model=ModelSpec):
         spec = ModelSpec.model_validate(loaded)
     if split_blocks and spec.split_blocks != split_blocks:
-        message = f"{path} is a saved model specification, which already states which blocks are split"
-        raise ModelError(message, hint="make it from the model's configuration")
+        message = f"{path} is a saved model specification, whose split points are fixed"
+        raise ModelError(message, hint="use the model's configuration")
     if trainable != "all":
-        message = f"{path} is a saved model specification, which already states what is trainable"
+        message = f"{path} is a saved model specification, whose trainable parameters are fixed"
         raise ModelError(
             message,
-            hint="make it from a model that carries the adapters",
+            hint="use a model specification with the adapters",
         )
     return spec
 
@@ -414,7 +425,7 @@ def _shipped_name(source: str) -> str:
     planned = [name for name, config in _shipped().items() if config["model_type"] in FAMILIES]
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], planned, n=3, cutoff=0.5)
     known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(planned)
-    message = f"there is no model {source!r}: neither a shipped size nor a directory with config.json"
+    message = f"unknown model {source!r}: neither a built-in size nor a directory with config.json"
     raise ModelError(
         message,
         hint=known,

@@ -129,7 +129,7 @@ class FamilyConfig(BaseModel):
             elif name in ("rope_type", "type"):
                 if item not in get_args(RopeType):
                     raise RuleError(
-                        f"{name}={item!r:.60} is none of {', '.join(get_args(RopeType))}",
+                        f"{name}={item!r:.60} must be one of {', '.join(get_args(RopeType))}",
                         hint=did_you_mean(str(item), get_args(RopeType)),
                     )
             else:
@@ -138,23 +138,21 @@ class FamilyConfig(BaseModel):
                     isinstance(x, bool | None) or (isinstance(x, int | float) and 0 < x < 1e30)
                     for x in numbers
                 ):
-                    raise RuleError(f"{name}={item!r:.60} must be a number above 0, or a list of such")
+                    raise RuleError(f"{name}={item!r:.60} must be a number above 0, or a list of them")
         return value
 
     @model_validator(mode="after")
     def _is_a_plain_decoder(self) -> FamilyConfig:
         if self.is_encoder_decoder:
-            raise RuleError("is_encoder_decoder=True: zosim runs causal decoders and masked encoders")
+            raise RuleError(
+                "is_encoder_decoder=True is not supported: zosim supports causal decoders and masked encoders"
+            )
         if self.add_cross_attention:
-            raise RuleError(
-                "add_cross_attention=True: cross-attention has no place in a language model of one stack of blocks"
-            )
+            raise RuleError("add_cross_attention=True is not supported: a model must be one stack of blocks")
         if self.per_layer_config:
-            raise RuleError("per_layer_config: zosim runs models whose blocks are all alike")
+            raise RuleError("per_layer_config is not supported: all blocks must be alike")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
-            raise RuleError(
-                f"pad_token_id={self.pad_token_id} is none of the vocab_size={self.vocab_size} tokens"
-            )
+            raise RuleError(f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}")
         return self
 
     @model_validator(mode="after")
@@ -167,25 +165,23 @@ class FamilyConfig(BaseModel):
         )
         if hidden % heads and getattr(self, "head_dim", None) is None and "latent" not in self.sizes:
             raise RuleError(
-                f"hidden_size={hidden} is not a multiple of num_heads={heads}", hint=_divisor(hidden, heads)
+                f"hidden_size={hidden} must be a multiple of num_heads={heads}", hint=_divisor(hidden, heads)
             )
         if heads % shared:
             raise RuleError(
-                f"num_key_value_heads={shared} does not divide num_heads={heads}",
+                f"num_key_value_heads={shared} must divide num_heads={heads}",
                 hint=_divisor(heads, shared),
             )
         width, is_partial = self.sizes["head_dim"], "rotary_dim" in self.sizes
         if self.sizes["positions"] == "rotary" and width % 2 and not is_partial:
-            raise RuleError(f"head_dim={width} is odd, and rotary positions turn pairs of numbers")
+            raise RuleError(f"head_dim={width} must be even for rotary positions")
         for name in ("layer_types", "windows"):
             count = len(self.sizes.get(name) or ())
             if count not in (0, self.sizes["num_blocks"]):
-                raise RuleError(f"{name} lists {count} layers of {self.sizes['num_blocks']}")
+                raise RuleError(f"{name} lists {count} layers, but the model has {self.sizes['num_blocks']}")
         num_elements = sum(tensor.num_elements for tensor in self.tensors())
         if num_elements > MAX_ELEMENTS:
-            raise RuleError(
-                f"these sizes make a model of {num_elements:.1e} parameters, more than any machine stores"
-            )
+            raise RuleError(f"these sizes give {num_elements:.1e} parameters, more than any machine stores")
         return self
 
 

@@ -70,9 +70,9 @@ def forward_work(
     """
     if segment not in spec.segments:
         message = f"model {spec.name} has no segment {segment!r}"
-        raise ModelError(message, hint=f"segments run from {EMBED} over block.0 to {HEAD}")
+        raise ModelError(message, hint=f"segments: {EMBED}, block.0 and so on, {HEAD}")
     if seq > spec.max_positions:
-        message = f"seq={seq} is longer than the {spec.max_positions} positions of model {spec.name}"
+        message = f"seq={seq} exceeds the {spec.max_positions} positions of model {spec.name}"
         raise ModelError(message, hint=f"use a sequence of at most {spec.max_positions} tokens")
     shape = Pass(
         batch=batch,

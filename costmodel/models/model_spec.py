@@ -65,7 +65,7 @@ def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[st
     """
     unknown = [i for i in split_blocks if not 0 <= i < num_blocks]
     if unknown:
-        message = f"there is no block {unknown[0]} to split: blocks run from 0 to {num_blocks - 1}"
+        message = f"block {unknown[0]} does not exist: blocks are numbered 0 to {num_blocks - 1}"
         raise ModelError(message)
     segments = [EMBED]
     for i in range(num_blocks):
@@ -171,11 +171,11 @@ class Experts(BaseModel):
     @model_validator(mode="after")
     def _are_enough(self) -> Experts:
         if self.num_per_token > self.num_experts:
-            message = f"a token visits {self.num_per_token} of {self.num_experts} experts"
-            raise ModelError(message, hint="num_experts_per_tok may be as many as there are")
+            message = f"num_experts_per_tok={self.num_per_token} exceeds the {self.num_experts} experts"
+            raise ModelError(message, hint=f"use {self.num_experts} or less")
         if self.shares and (len(self.shares) != self.num_experts or not sum(self.shares)):
-            message = f"shares are of {len(self.shares)} experts, the model has {self.num_experts}"
-            raise ModelError(message, hint="state one share for each, not all of them 0")
+            message = f"there are shares of {len(self.shares)} experts, but the model has {self.num_experts}"
+            raise ModelError(message, hint="give one share per expert, not all of them 0")
         return self
 
     def num_visited(self, num_tokens: int) -> float:

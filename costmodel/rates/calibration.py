@@ -128,13 +128,13 @@ def fit_profile(
     """
     fitted = [m for m in measurements if not m.contended]
     if not fitted:
-        message = "there is no measurement to fit a profile to"
-        raise ProfileError(message, hint="measure the machine, contended rows do not count")
+        message = "there are no measurements to fit a profile to"
+        raise ProfileError(message, hint="measure the machine; rows of a busy machine do not count")
     for measurement in fitted:
         if base_profile.device_type == "cpu" and measurement.num_threads != base_profile.num_threads:
             message = (
-                f"measurement {measurement.name!r} ran on {measurement.num_threads} threads, "
-                f"the profile is for {base_profile.num_threads}"
+                f"measurement {measurement.name!r} used {measurement.num_threads} threads, but the profile "
+                f"is for {base_profile.num_threads}"
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
     problem = _CalibrationProblem(fitted, base_profile, statistic, kinds)

@@ -64,8 +64,11 @@ class Measurement:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and 0 < self.fastest_s <= self.seconds):
-            message = f"measurement {self.name!r}: 0 < fastest {self.fastest_s} s <= median {self.seconds} s"
-            raise ProfileError(message, hint="a clock that stands still or runs back cannot be used")
+            message = (
+                f"measurement {self.name!r} must have 0 < fastest ({self.fastest_s} s) <= median ({self.seconds} "
+                "s)"
+            )
+            raise ProfileError(message, hint="use a clock that neither stands still nor runs backwards")
         if not 0 <= self.weight <= 1:
             raise ProfileError(f"measurement {self.name!r}: weight={self.weight} must lie between 0 and 1")
 

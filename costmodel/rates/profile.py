@@ -235,17 +235,17 @@ class Constant(BaseModel):
     @model_validator(mode="after")
     def _is_a_known_interval(self) -> Constant:
         if not (self.low <= self.value <= self.high and math.isfinite(self.high)):
-            message = f"{self.name}: {self.value} does not lie in [{self.low}, {self.high}]"
+            message = f"{self.name}: {self.value} is outside its interval [{self.low}, {self.high}]"
             raise ValueError(message)
         expected = CONSTANT_UNITS.get(self.kind)
         if self.unit != expected:
             message = f"{self.name}: unit {self.unit!r}, expected {expected!r}"
             raise ValueError(message)
         if self.is_rate and self.low < _SLOWEST:
-            message = f"{self.name}: a rate of {self.low:g} {self.unit} is none"
+            message = f"{self.name}: a rate must be above 0, but is {self.low:g} {self.unit}"
             raise ValueError(message)
         if self.high > _LARGEST:
-            message = f"{self.name}: {self.high:g} {self.unit} is larger than {_LARGEST:g}"
+            message = f"{self.name}: {self.high:g} {self.unit} exceeds the maximum of {_LARGEST:g}"
             raise ValueError(message)
         return self
 
@@ -389,8 +389,8 @@ class Profile(BaseModel):
         """
         if (self.device_name, self.device_type) != (device_name, device_type):
             message = (
-                f"the profile was made for {self.device_type} {self.device_name!r}, "
-                f"not for {device_type} {device_name!r}"
+                f"the profile is for {self.device_type} {self.device_name!r}, not for {device_type} "
+                f"{device_name!r}"
             )
             raise ProfileError(message, hint="calibrate on this device, or plan without the profile")
 
@@ -409,7 +409,10 @@ def load_profile(path: str | Path) -> Profile:
         message = f"{path} is not a profile: its format is not 'zosim-profile'"
         raise ProfileError(message)
     if content.get("version") != _VERSION:
-        message = f"the profile {path} has version {content.get('version')!r}, this program reads version {_VERSION}"
+        message = (
+            f"the profile {path} has version {content.get('version')!r}, but this zosim reads version "
+            f"{_VERSION}"
+        )
         raise ProfileError(message, hint=hint)
     content, is_unchanged = without_digest(content)
     if not is_unchanged:

@@ -184,9 +184,9 @@ def test_the_fastest_samples_can_be_fitted_instead():
 
 
 def test_measurements_that_cannot_be_fitted_are_refused():
-    with pytest.raises(ProfileError, match="no measurement to fit"):
+    with pytest.raises(ProfileError, match="no measurements to fit"):
         fit_profile([], BASE["cpu"])
-    with pytest.raises(ProfileError, match=r"ran on 1 threads, the profile is for 2"):
+    with pytest.raises(ProfileError, match=r"used 1 threads, but the profile is for 2"):
         fit_profile([Measurement("x", Work(), 1.0, 1.0, 1, 1)], BASE["cpu"])
     with pytest.raises(ProfileError, match="0 < fastest"):
         Measurement("x", Work(), 0.0, 0.0, 1, 1)

@@ -136,5 +136,5 @@ def test_uneven_experts_are_visited_by_no_more_than_even_ones():
     for num_tokens in (1, 2, 8, 100):
         assert uneven.num_visited(num_tokens) <= even.num_visited(num_tokens) + 1e-9
     assert uneven.num_visited(1) == pytest.approx(2)
-    with pytest.raises(ModelError, match="shares are of 3 experts"):
+    with pytest.raises(ModelError, match="shares of 3 experts"):
         Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=(1, 1, 1))

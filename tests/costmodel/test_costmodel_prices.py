@@ -95,7 +95,7 @@ def test_power_is_judged_from_processors_where_none_is_stated():
         update={"spec": laptop.nodes[2].spec.model_copy(update={"tdp": None})}
     )
     nodes = tuple(silent if node.id == silent.id else node for node in laptop.nodes)
-    with pytest.raises(PriceError, match="declares no tdp") as caught:
+    with pytest.raises(PriceError, match="has no tdp") as caught:
         rated_power_w(prices, "cpu-laptop", laptop.model_copy(update={"nodes": nodes}))
     assert "rated_power_w" in caught.value.hint
 

@@ -139,9 +139,9 @@ def test_a_profile_of_another_device_is_refused():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"low": 3.0}, "does not lie in"),
+        ({"low": 3.0}, "is outside its interval"),
         ({"unit": "s"}, "expected 'byte/s'"),
-        ({"low": 0.0}, "a rate of 0 byte/s is none"),
+        ({"low": 0.0}, "must be above 0, but is 0 byte/s"),
         ({"name": "warp_speed"}, "expected None"),
     ],
 )

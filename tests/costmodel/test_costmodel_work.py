@@ -186,5 +186,5 @@ def test_hidden_states_and_what_blocks_share():
 def test_forwards_that_cannot_be_are_refused():
     with pytest.raises(ModelError, match=r"no segment 'block\.9'"):
         forward_work(SPEC, "block.9", batch=1, seq=8)
-    with pytest.raises(ModelError, match="seq=300 is longer than the 256 positions"):
+    with pytest.raises(ModelError, match="seq=300 exceeds the 256 positions"):
         forward_work(SPEC, "head", batch=1, seq=300)

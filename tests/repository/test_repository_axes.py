@@ -94,7 +94,7 @@ def test_plan_and_run_have_the_same_options_for_a_plan() -> None:
 
 def test_what_is_typed_arrives_in_its_field() -> None:
     typed = {
-        "keep_directions": True,
+        "keep_perturbations": True,
         "dtype": "fp16",
         "split_points": ["block.1,block.3.mlp", "block.5"],
         "batch": 3,

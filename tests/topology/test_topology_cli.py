@@ -83,7 +83,7 @@ def test_import_tells_rocm_smi_s_output_by_itself_and_from_a_pipe():
     matrix = "=== ROCm System Management Interface ===\n=== Link Type between two GPUs ===\n  GPU0 GPU1\nGPU0 0 XGMI\nGPU1 XGMI 0\n"
     data = json.loads(run("import", "-", "--gpu", "mi300x", "--json", text=matrix))
     assert [node["id"] for node in data["nodes"] if node["type"] == "gpu"] == ["gpu0", "gpu1"]
-    assert "read from files" in str(refused("import", "-", text="<system/>"))
+    assert "read from a file" in str(refused("import", "-", text="<system/>"))
 
 
 def test_a_comment_before_an_xml_does_not_hide_what_it_is(tmp_path):
@@ -218,5 +218,5 @@ def test_import_refuses_what_it_does_not_know(tmp_path):
 
 def test_errors_leave_the_commands_as_they_are():
     error = refused("show", "dgx1v")
-    assert "neither host, nor a preset, nor a file" in error.message
+    assert "neither host, a preset nor a file" in error.message
     assert error.hint == "did you mean 'dgx-1v'?"

@@ -313,8 +313,8 @@ def test_nvidia_smi_alone_is_enough():
 @pytest.mark.parametrize(
     ("listing", "message"),
     [
-        ("0, Brand New GPU, 1, 5, 16, 0:0", "'Brand New GPU' is not in the catalogue"),
-        ("No devices were found", "not six fields"),
+        ("0, Brand New GPU, 1, 5, 16, 0:0", "the catalogue has no GPU 'Brand New GPU'"),
+        ("No devices were found", "instead of six fields"),
     ],
 )
 def test_what_nvidia_smi_cannot_tell_is_refused(listing, message):

@@ -112,10 +112,10 @@ def test_damaged_matrices_are_refused(text, message):
 
 
 def test_a_matrix_alone_does_not_tell_the_gpu():
-    with pytest.raises(TopologyError, match="does not tell which gpu") as caught:
+    with pytest.raises(TopologyError, match="does not name its gpu") as caught:
         from_nvidia_smi_topo(text_of("hgx_h100_topo.txt"))
     assert "--gpu" in caught.value.hint
-    with pytest.raises(TopologyError, match="no gpu in the catalogue is called 'h100'") as caught:
+    with pytest.raises(TopologyError, match="the catalogue has no gpu 'h100'") as caught:
         from_nvidia_smi_topo(text_of("hgx_h100_topo.txt"), gpu="h100")
     assert "h100-80gb-sxm" in caught.value.hint
 
@@ -187,9 +187,9 @@ EXTERNAL = '<!DOCTYPE system SYSTEM "file:///etc/passwd"><system version="1"/>'
         (
             from_nccl_xml,
             UNKNOWN_GPU,
-            r"PCI device 0x1\) does not tell which gpu",
+            r"PCI device 0x1\) does not name its gpu",
         ),
-        (from_hwloc_xml, "<topology/>", "is of hwloc 1.x"),
+        (from_hwloc_xml, "<topology/>", "is from hwloc 1.x"),
         (from_hwloc_xml, '<topology version="2.0"/>', "no object of type Machine"),
         (from_hwloc_xml, '<topology version="2.0"><object type="Machine"/></topology>', "has no NUMANode"),
     ],

@@ -182,7 +182,7 @@ def test_a_laptops_cpu_is_its_compute_device_with_the_hosts_memory():
 @pytest.mark.parametrize(
     ("spec", "message", "hint"),
     [
-        ("dgx-1", "neither host, nor a preset, nor a file", "dgx-1v"),
+        ("dgx-1", "neither host, a preset nor a file", "dgx-1v"),
         ("missing.yaml", "no topology file at", "list"),
         ("a/b", "no topology file at", "list"),
     ],

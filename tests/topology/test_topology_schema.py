@@ -89,12 +89,12 @@ def test_what_is_wrong_is_named_with_its_fix(old, new, message, hint):
     [
         ("name: [unclosed", r"not YAML, line \d"),
         ("a: b: c", "not YAML, line 1, column 5"),
-        ("", "empty, not a mapping"),
-        ("- 1\n- 2\n", "a list, not a mapping"),
+        ("", "empty, but must be a mapping"),
+        ("- 1\n- 2\n", "a list, but must be a mapping"),
         ("!!python/object/apply:os.system ['true']", "not YAML.*could not determine a constructor"),
         ("name: x\nnodes: [1, 2]\n", r"nodes\[0\]"),
         ("name: x\nnodes: []\n", "at least 1"),
-        ("name: x\nnodes: [{id: h, type: host}]\n", "neither a gpu nor a cpu"),
+        ("name: x\nnodes: [{id: h, type: host}]\n", "no gpu and no cpu"),
     ],
 )
 def test_what_is_no_topology_file_is_refused(text, message):

@@ -149,7 +149,7 @@ def test_a_warning_that_something_is_ignored_is_an_error(
         code, out, err = run(["ignored"], capsys)
         assert (code, out) == (2, "")
         assert "a package ignores an argument: Using `cache=None`" in err
-        assert "hint: install the versions that zosim is tested with" in err
+        assert "hint: install the tested versions" in err
         assert run(["slow"], capsys)[:2] == (0, "done\n")
 
 

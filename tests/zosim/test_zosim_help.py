@@ -23,7 +23,7 @@ VERBS = [
     "Count",
     "Describe",
     "Detect",
-    "Sample",
+    "Draw",
     "Export",
     "Import",
     "List",

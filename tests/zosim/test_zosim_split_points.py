@@ -233,7 +233,7 @@ def test_the_papers_choice_is_held_against_the_chosen_one():
 
 
 def test_split_points_need_stages():
-    with pytest.raises(PlanError, match="without stages"):
+    with pytest.raises(PlanError, match="needs several stages"):
         request_for(
             read_model_spec(MODEL),
             load_preset("dgx-h100"),

@@ -255,13 +255,13 @@ def gpus_from_smi(listing: str, matrix_text: str) -> Gpus:
 def _gpu_from_row(line: str) -> Gpu:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != 6 or not cells[0].isdigit():
-        message = f"nvidia-smi printed {line!r}, not six fields of a GPU"
+        message = f"nvidia-smi printed {line!r} instead of six fields of a GPU"
         raise TopologyError(message, hint="install zosim[gpu] to ask the driver directly")
     index, name, _, generation, lanes, bus_id = cells
     spec = find_device(name)
     if spec is None:
-        message = f"the GPU {name!r} is not in the catalogue"
-        raise TopologyError(message, hint="install zosim[gpu]: NVML tells enough to estimate its peaks")
+        message = f"the catalogue has no GPU {name!r}"
+        raise TopologyError(message, hint="install zosim[gpu], which estimates its peaks from NVML")
     reported = [int(cell) if cell.isdigit() else None for cell in (generation, lanes)]
     link_type = _pcie_or_assumed(spec, *reported)
     return Gpu(int(index), spec, bus_id, link_type, None)

@@ -91,7 +91,7 @@ def from_hwloc_xml(
     """
     root = parse_xml(path, "topology", "hwloc")
     if not root.get("version", "1").startswith(("2", "3")):
-        message = f"{str(path)!r} is of hwloc {root.get('version', '1.x')}"
+        message = f"{str(path)!r} is from hwloc {root.get('version', '1.x')}"
         raise TopologyError(message, hint="write it with hwloc 2 or later")
     machine = root.find("object[@type='Machine']")
     if machine is None:
@@ -140,7 +140,7 @@ def _add_numas(
             domains.append(domain)
     if not domains:
         message = f"{str(tree.path)!r} has no NUMANode"
-        raise TopologyError(message, hint="hwloc 2 always writes one; was the file filtered?")
+        raise TopologyError(message, hint="hwloc 2 always writes one; write the file again without filters")
     architecture = next((info.get("value") for info in machine.iterfind("info[@name='Architecture']")), "")
     tree.is_grace = bool(of_gpus) and architecture == "aarch64"
     allowed = _bitmap(machine.get("allowed_nodeset"))
@@ -321,7 +321,7 @@ def _reported_link(device: ET.Element, path: str | Path) -> LinkType | None:
     try:
         speed_bytes_per_s = float(text) * 1e9
     except ValueError as error:
-        message = f"{str(path)!r}: pci_link_speed={text!r} is no number"
+        message = f"{str(path)!r}: pci_link_speed={text!r} is not a number"
         raise TopologyError(message) from error
     if not speed_bytes_per_s > 0:
         return None

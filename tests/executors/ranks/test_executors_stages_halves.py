@@ -91,7 +91,7 @@ class TestRefusals:
             SegmentedModel(model, split_blocks=(1,))
 
     def test_a_block_that_does_not_exist(self):
-        with pytest.raises(ModelError, match="there is no block 3 to split: blocks run from 0 to 2"):
+        with pytest.raises(ModelError, match="block 3 does not exist: blocks are numbered 0 to 2"):
             SegmentedModel(model_of("opt"), split_blocks=(3,))
 
 

@@ -171,5 +171,5 @@ def test_a_directory_without_a_run_cannot_be_gone_on_with(tmp_path, capsys):
 
 @pytest.mark.parametrize(("field", "value"), [("num_examples", 0), ("num_examples", -1), ("every", -1)])
 def test_an_evaluation_of_nothing_is_refused(field, value):
-    with pytest.raises(RunError, match=f"evaluations (of|every) {value} "):
+    with pytest.raises(RunError, match=rf"--eval-(examples|every) {value} must be at least 1"):
         EvaluationSettings(path="eval.jsonl", **{field: value})
