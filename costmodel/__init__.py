@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from costmodel.formats import FORMATS as FORMATS
     from costmodel.formats import DType as DType
     from costmodel.formats import Format as Format
-    from costmodel.memory import MemoryPart as MemoryPart
+    from costmodel.memory import MemoryComponent as MemoryComponent
     from costmodel.memory import preflight_host as preflight_host
     from costmodel.models.configs import LoRA as LoRA
     from costmodel.models.configs import Prefix as Prefix

@@ -25,7 +25,7 @@ _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
-class MemoryPart:
+class MemoryComponent:
     """One named part of the memory that a plan takes."""
 
     name: str
@@ -38,12 +38,14 @@ class MemoryPart:
             raise ValueError(message)
 
 
-def total_bytes(parts: Iterable[MemoryPart], where: Where) -> int:
+def total_bytes(components: Iterable[MemoryComponent], where: Where) -> int:
     """Return the sum of the parts in one place."""
-    return sum(part.size_bytes for part in parts if part.where == where)
+    return sum(component.size_bytes for component in components if component.where == where)
 
 
-def runtime_parts(profile: Profile, temporary_bytes: int, bound: Bound = "central") -> tuple[MemoryPart, ...]:
+def runtime_components(
+    profile: Profile, temporary_bytes: int, bound: Bound = "central"
+) -> tuple[MemoryComponent, ...]:
     """Return what the device's runtime takes beside tensors: its context, and what its allocator loses among temporaries.
 
     Tensors that stay are allocated once, one behind the other. Temporaries of unlike sizes come and go, and leave blocks
@@ -52,11 +54,11 @@ def runtime_parts(profile: Profile, temporary_bytes: int, bound: Bound = "centra
     Both are zero on a CPU, where the interpreter's own memory is reported apart.
     """
     values = profile.values(bound)
-    parts = (
-        MemoryPart(CONTEXT, round(values["context_bytes"]), "device"),
-        MemoryPart(SLACK, round(values["allocator_slack"] * temporary_bytes), "device"),
+    components = (
+        MemoryComponent(CONTEXT, round(values["context_bytes"]), "device"),
+        MemoryComponent(SLACK, round(values["allocator_slack"] * temporary_bytes), "device"),
     )
-    return tuple(part for part in parts if part.size_bytes)
+    return tuple(component for component in components if component.size_bytes)
 
 
 CONTEXT, SLACK = "runtime context", "allocator slack"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from costmodel.models.model_spec import Part
+from costmodel.models.model_spec import TrainableSubset
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.plans.setting import Section, Setting
@@ -22,7 +22,7 @@ class AdapterSettings(Section):
     heading = "Estimator and optimizer"
 
     tuned: Annotated[
-        Part,
+        TrainableSubset,
         Setting(
             "--tune",
             "Parameters to tune: all, only matrices, or only the linear layers of the blocks (linears).",
@@ -135,7 +135,7 @@ def adapters_of(
         )
 
 
-def tuned_by(part: Part, lora: LoRA | None, prefix: Prefix | None) -> Trainable:
+def tuned_by(part: TrainableSubset, lora: LoRA | None, prefix: Prefix | None) -> Trainable:
     """Return the one thing that is tuned.
 
     Raises

@@ -199,7 +199,7 @@ class Report:
         What there is to say, in order. Empty strings, lists and tables without rows are left out.
     """
 
-    def __init__(self, title: str, *parts: Part) -> None:
+    def __init__(self, title: str, *parts: Element) -> None:
         self.title = title
         self.parts = tuple(part for part in parts if _says_something(part))
 
@@ -231,7 +231,7 @@ class Report:
         }
 
 
-Part = str | Table | Bullets | Code | Picture | Report
+Element = str | Table | Bullets | Code | Picture | Report
 
 
 def _grid(padding: int) -> RichTable:
@@ -239,7 +239,7 @@ def _grid(padding: int) -> RichTable:
     return RichTable.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, padding))
 
 
-def _says_something(part: Part) -> bool:
+def _says_something(part: Element) -> bool:
     match part:
         case str():
             return bool(part)

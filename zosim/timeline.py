@@ -24,7 +24,7 @@ from topology.errors import TimelineError
 from topology.renamed import with_present_names
 from topology.validation import readable
 from zosim.documents import Document, DocumentType, json_by_lines
-from zosim.program.instructions import Part, Space, Stream
+from zosim.program.instructions import Phase, Space, Stream
 
 TIMELINE_VERSION: Literal[1] = 1
 RENAMED: Mapping[str, str] = {
@@ -51,12 +51,12 @@ class Span:
     Attributes
     ----------
     rank : int
-    part : str
+    phase : str
         ``prologue``, ``step`` or ``flush``.
     step : int
         Number of the step from 0; the prologue's is 0, the flush's is one past the last.
     instruction : str
-        Id of the instruction in its part.
+        Id of the instruction in its phase.
     stream : Stream
     label : str
         Name under which time is reported, the instruction's own.
@@ -71,7 +71,7 @@ class Span:
     """
 
     rank: int
-    part: Part
+    phase: Phase
     step: int
     instruction: str
     stream: Stream
@@ -161,7 +161,7 @@ class Peak:
     space: Space
     size_bytes: int
     time_s: float
-    parts: Mapping[str, int]
+    components: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -246,14 +246,14 @@ class Timeline(Document):
     @cached_property
     def listed_steps(self) -> tuple[int, ...]:
         """Steps whose spans are listed."""
-        return tuple(sorted({span.step for span in self.spans if span.part == "step"}))
+        return tuple(sorted({span.step for span in self.spans if span.phase == "step"}))
 
     @cached_property
     def listed_step_ends_s(self) -> dict[int, float]:
         """End of each listed step: the last of its spans, over all ranks."""
         ends: dict[int, float] = {}
         for span in self.spans:
-            if span.part == "step":
+            if span.phase == "step":
                 ends[span.step] = max(ends.get(span.step, -math.inf), span.end_s)
         return ends
 
@@ -317,7 +317,7 @@ class Timeline(Document):
         """Yield the spans of a rank's periodic steps."""
         chosen = set(self.periodic_steps)
         for span in self.spans:
-            if span.rank == rank and span.part == "step" and span.step in chosen:
+            if span.rank == rank and span.phase == "step" and span.step in chosen:
                 yield span
 
     def busy(self, streams: Collection[Stream], rank: int = 0) -> float:
@@ -345,22 +345,22 @@ class Timeline(Document):
         Changes at one instant count together: what is freed there is free for what is taken there.
         """
         curve: list[tuple[float, dict[str, int]]] = []
-        parts: dict[str, int] = {}
+        components: dict[str, int] = {}
         for sample in self.memory:
             if sample.rank != rank or sample.space != space:
                 continue
-            parts = {**parts, sample.role: sample.size_bytes}
+            components = {**components, sample.role: sample.size_bytes}
             if curve and curve[-1][0] == sample.time_s:
-                curve[-1] = (sample.time_s, parts)
+                curve[-1] = (sample.time_s, components)
             else:
-                curve.append((sample.time_s, parts))
+                curve.append((sample.time_s, components))
         return curve
 
     def peak_memory(self, space: Space, rank: int = 0) -> Peak:
         """Return the largest total of a space, with its parts at the first instant that reaches it."""
         curve = self.memory_curve(space, rank) or [(self.begin_s, {})]
-        time_s, parts = max(curve, key=lambda point: sum(point[1].values()))
-        named = {role: size for role, size in sorted(parts.items(), key=lambda part: -part[1]) if size}
+        time_s, components = max(curve, key=lambda point: sum(point[1].values()))
+        named = {role: size for role, size in sorted(components.items(), key=lambda phase: -phase[1]) if size}
         return Peak(rank, space, sum(named.values()), time_s, named)
 
     def expanded(self) -> Timeline:
@@ -369,7 +369,7 @@ class Timeline(Document):
         if repeat is None:
             return self
         chosen = set(range(repeat.first_step, repeat.first_omitted_step))
-        listed = [span for span in self.spans if span.part == "step" and span.step in chosen]
+        listed = [span for span in self.spans if span.phase == "step" and span.step in chosen]
         omitted = [
             span.shifted(number * repeat.period_s, number * repeat.num_steps)
             for number in range(1, repeat.num_rounds + 1)
@@ -422,7 +422,7 @@ def _check_span(span: Span, num_steps: int) -> None:
             f"{span.end_s} s"
         )
         raise TimelineError(message, hint="a span must end at or after its start, at finite times")
-    if not 0 <= span.step <= num_steps or (span.part == "step" and span.step == num_steps):
+    if not 0 <= span.step <= num_steps or (span.phase == "step" and span.step == num_steps):
         message = f"span {span.instruction!r} belongs to step {span.step}, but the run has {num_steps} steps"
         raise TimelineError(
             message, hint="steps are numbered from 0; only the flush comes after the last step"

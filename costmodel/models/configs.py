@@ -25,7 +25,7 @@ from pydantic import (
 from costmodel.formats.stored_quantization import StoredQuantization, stored_quantization
 from costmodel.models.families import FAMILIES, FamilyConfig
 from costmodel.models.groups import ParameterEntry, group_parameters, split_blocks_inside
-from costmodel.models.model_spec import ModelSpec, Part, segments_of
+from costmodel.models.model_spec import ModelSpec, TrainableSubset, segments_of
 from topology.errors import ModelError, UnknownFamily
 from topology.limits import Extent, Seed
 from topology.reading import read_json_object, shipped_yaml
@@ -120,7 +120,7 @@ class Prefix(BaseModel):
 Subset = Literal["matrices", "linears"]
 """Part of a model's own parameters: those of two dimensions, or of these the weights of the linears inside the blocks."""
 
-Trainable = Part | LoRA | Prefix
+Trainable = TrainableSubset | LoRA | Prefix
 
 
 def shipped_models() -> tuple[str, ...]:

@@ -40,7 +40,7 @@ Heads are normalised when all three projections are made; one is added to a norm
 weights, rotations, or products of them, or scores are computed in float32; or the softmax is not.
 """
 
-Part = Literal["all", "matrices", "linears"]
+TrainableSubset = Literal["all", "matrices", "linears"]
 """What is tuned of a model's own parameters."""
 
 

@@ -41,7 +41,7 @@ _BURST_S = 0.1
 _NUM_TURNS, _NUM_TOGETHER = 6, 3
 _NUM_EXCHANGES = 50
 _NUM_ROUNDS = 3
-_NUM_MESSAGES, _MESSAGE_BYTES, _PIECES_AHEAD = 40, 1 << 15, 2
+_NUM_MESSAGES, _MESSAGE_BYTES, _CHUNKS_AHEAD = 40, 1 << 15, 2
 """Beside work: as long as slices of weights that small models gather, for which threads are woken and hardly a byte is copied."""
 _MOST_RANKS = 16
 _TIMEOUT_S = 120.0
@@ -255,7 +255,7 @@ def costs_beside(message: Callable[[], object], latest: Latest, gather: Gather) 
         gather(0.0)
         undisturbed_s += _timed(piece, _NUM_MESSAGES)
         gather(0.0)
-        beside.append(_beside(message, latest, piece, ahead=_PIECES_AHEAD))
+        beside.append(_beside(message, latest, piece, ahead=_CHUNKS_AHEAD))
     wait_s = fmean(second for seconds, _ in beside for second in seconds) - fmean(alone_s)
     lost_s = fmean(worked_s for _, worked_s in beside) - fmean(undisturbed_s)
     return max(0.0, wait_s), max(0.0, lost_s)

@@ -353,7 +353,7 @@ def _undisturbed(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_Tim
 
 def _with_steps(timeline: Timeline, numbers: Collection[int]) -> Timeline:
     """Return a timeline of these steps alone."""
-    spans = tuple(span for span in timeline.spans if span.step in numbers and span.part == "step")
+    spans = tuple(span for span in timeline.spans if span.step in numbers and span.phase == "step")
     return replace(timeline, spans=spans, first_periodic_step=min(numbers))
 
 
@@ -361,7 +361,7 @@ def _gaps(timeline: Timeline, kept: Sequence[_TimedStep]) -> tuple[float, float]
     """Return, of these steps, the median time since the last computation before, but for pauses, and the mean between two."""
     computing: dict[int, list[Span]] = defaultdict(list)
     for span in sorted(timeline.spans, key=lambda span: span.start_s):
-        if span.stream == Stream.COMPUTE and span.part == "step":
+        if span.stream == Stream.COMPUTE and span.phase == "step":
             computing[span.step].append(span)
     before = [
         computing[step.number][0].start_s - computing[step.number - 1][-1].end_s - step.paused_s

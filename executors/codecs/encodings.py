@@ -31,7 +31,7 @@ from executors.codecs.packing import Bytes, pack, pack_wide, unpack, unpack_wide
 from topology.errors import CodecError
 
 Indices = npt.NDArray[np.int64]
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 class Symbols:
@@ -53,8 +53,8 @@ class Symbols:
     def histogram(self) -> npt.NDArray[np.int64]:
         """How often each of ``2^bits`` symbols occurs."""
         counts = np.zeros(2**self.bits, dtype=np.int64)
-        for begin in range(0, len(self.values), _PIECE):
-            counts += np.bincount(self.values[begin : begin + _PIECE], minlength=len(counts))
+        for begin in range(0, len(self.values), _CHUNK):
+            counts += np.bincount(self.values[begin : begin + _CHUNK], minlength=len(counts))
         return counts
 
     @cached_property

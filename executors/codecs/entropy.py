@@ -21,7 +21,7 @@ from executors.codecs.packing import Bytes
 from topology.errors import CodecError
 
 Words = npt.NDArray[np.uint32]
-_PIECE = 1 << 18
+_CHUNK = 1 << 18
 """Symbols that are widened to the library's integers at a time."""
 
 
@@ -38,8 +38,8 @@ def encode_entropy(symbols: Bytes, frequencies: Sequence[int]) -> Words:
     One coder runs over all symbols, from the last to the first: what is put in last comes out first.
     """
     coder, model = _stream().stack.AnsCoder(), _model(frequencies)
-    for begin in reversed(range(0, len(symbols), _PIECE)):
-        coder.encode_reverse(symbols[begin : begin + _PIECE].astype(np.int32), model)
+    for begin in reversed(range(0, len(symbols), _CHUNK)):
+        coder.encode_reverse(symbols[begin : begin + _CHUNK].astype(np.int32), model)
     words: Words = coder.get_compressed()
     return words
 
@@ -58,8 +58,8 @@ def decode_entropy(words: Words, num: int, frequencies: Sequence[int]) -> Bytes:
     except ValueError as error:
         raise CodecError(f"{len(words)} words are no coder's state: {error}") from error
     out = np.empty(num, dtype=np.uint8)
-    for begin in range(0, num, _PIECE):
-        end = min(begin + _PIECE, num)
+    for begin in range(0, num, _CHUNK):
+        end = min(begin + _CHUNK, num)
         out[begin:end] = coder.decode(model, end - begin)
     if not coder.is_empty():
         raise CodecError(f"{len(words)} words hold something else than {num} symbols")

@@ -9,7 +9,7 @@ from costmodel.formats.codecs import packed_bytes
 
 Bytes = npt.NDArray[np.uint8]
 _LANES = 8
-_PIECE_WORDS = 1 << 14
+_CHUNK_OUTPUTS = 1 << 14
 """Words of eight symbols that are packed at a time, so that they stay in cache."""
 
 _MERGES = (
@@ -41,8 +41,8 @@ def pack(symbols: Bytes, width: int) -> Bytes:
     whole = len(symbols) // _LANES
     words = symbols[: whole * _LANES].view("<u8")
     target = out[: whole * width].reshape(whole, width)
-    for begin in range(0, whole, _PIECE_WORDS):
-        piece = slice(begin, begin + _PIECE_WORDS)
+    for begin in range(0, whole, _CHUNK_OUTPUTS):
+        piece = slice(begin, begin + _CHUNK_OUTPUTS)
         target[piece] = _joined(words[piece], width).view(np.uint8).reshape(-1, _LANES)[:, :width]
     rest = symbols[whole * _LANES :]
     if len(rest):
@@ -62,8 +62,8 @@ def unpack(packed: Bytes, num: int, width: int) -> Bytes:
     whole = num // _LANES
     source = packed[: whole * width].reshape(whole, width)
     words = out[: whole * _LANES].view("<u8")
-    for begin in range(0, whole, _PIECE_WORDS):
-        piece = slice(begin, begin + _PIECE_WORDS)
+    for begin in range(0, whole, _CHUNK_OUTPUTS):
+        piece = slice(begin, begin + _CHUNK_OUTPUTS)
         lanes = np.zeros((len(source[piece]), _LANES), dtype=np.uint8)
         lanes[:, :width] = source[piece]
         words[piece] = _parted(lanes.reshape(-1).view("<u8"), width)

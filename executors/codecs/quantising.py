@@ -15,7 +15,7 @@ from costmodel.formats.codecs import CodecSpec
 from executors.codecs.grids import Doubt, Doubting, Fitted, ask_at_once, fit, fitted
 from topology.errors import CodecError
 
-PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Elements that are quantised at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 
@@ -82,7 +82,7 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     parameters = fit(rows, spec, grid_dtype, asks)
     grids = fitted(parameters, spec)
     source, target = _laid_out(rows, spec), _laid_out(symbols, spec)
-    for piece, part in _pieces(grids, source):
+    for piece, part in _chunks(grids, source):
         scaled = part.scaled(source[piece].to(grid_dtype))
         levels = scaled.round_() if spec.rounding == "nearest" else rounded_at_random(scaled, generator)
         clamped = torch.clamp(levels, part.low, part.high)
@@ -101,7 +101,7 @@ def dequantise(quantised: Quantised) -> Tensor:
         largest = torch.finfo(quantised.dtype).max
         # Clamping changes no number that does not exceed; a device is not asked, as that would wait for it.
         exceeds = symbols.device.type != "cpu" or grids.exceeds(largest)
-        for piece, part in _pieces(grids, source):
+        for piece, part in _chunks(grids, source):
             values = part.values(source[piece].to(grids.step.dtype), spec.bits)
             target[piece] = values.clamp_(-largest, largest) if exceeds else values
     return out.reshape(quantised.shape)
@@ -130,10 +130,10 @@ def _laid_out(rows: Tensor, spec: CodecSpec) -> Tensor:
     return rows.reshape(-1, 1) if spec.scope == "tensor" else rows
 
 
-def _pieces(grids: Fitted, rows: Tensor) -> Iterator[tuple[slice, Fitted]]:
+def _chunks(grids: Fitted, rows: Tensor) -> Iterator[tuple[slice, Fitted]]:
     """Yield some rows after the other, each with the grids that they have."""
     num_rows, width = rows.shape
-    size = max(1, PIECE_ELEMENTS.get(rows.device.type, 1 << 20) // width)
+    size = max(1, CHUNK_ELEMENTS.get(rows.device.type, 1 << 20) // width)
     by_row = grids.step.shape[0] > 1
     for begin in range(0, num_rows, size):
         piece = slice(begin, begin + size)

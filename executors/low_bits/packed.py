@@ -16,7 +16,7 @@ from torch import Tensor
 
 from costmodel.formats.low_bits import PACKED_ELEMENTS
 
-PIECE_ELEMENTS = {"cpu": PACKED_ELEMENTS, "cuda": 1 << 22}
+CHUNK_ELEMENTS = {"cpu": PACKED_ELEMENTS, "cuda": 1 << 22}
 """Values that are unpacked or packed at a time, so that temporaries fit a CPU's cache, and are bounded on a GPU."""
 
 _WIDE = {4: torch.int16, 2: torch.int32}
@@ -126,8 +126,8 @@ class PackedValues:
         """Return the bytes that hold some elements."""
         return self.memory[begin // self._per_byte : -(-end // self._per_byte)]
 
-    def _pieces(self, num_bytes: int) -> Iterator[slice]:
-        length = PIECE_ELEMENTS.get(self.device.type, 1 << 22) // self._per_byte
+    def _chunks(self, num_bytes: int) -> Iterator[slice]:
+        length = CHUNK_ELEMENTS.get(self.device.type, 1 << 22) // self._per_byte
         for begin in range(0, num_bytes, length):
             yield slice(begin, begin + length)
 
@@ -135,7 +135,7 @@ class PackedValues:
         """Unpack all values of some bytes."""
         qvalues = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
         spread, sign = qvalues.view(_WIDE[self.bits]), 1 << self.bits - 1
-        for piece in self._pieces(len(packed)):
+        for piece in self._chunks(len(packed)):
             # Half of a byte's quantized values go where they belong at a time, with those of all bytes of the piece.
             here = spread[piece].copy_(packed[piece])
             for shift, mask in zip(_SHIFTS[self.bits], _MASKS[self.bits], strict=True):
@@ -147,7 +147,7 @@ class PackedValues:
     def _put_in(self, qvalues: Tensor, packed: Tensor) -> None:
         """Pack values, and zeros into the rest of the last byte."""
         whole = len(qvalues) // self._per_byte
-        for piece in self._pieces(whole):
+        for piece in self._chunks(whole):
             self._join(
                 qvalues[piece.start * self._per_byte : min(piece.stop, whole) * self._per_byte],
                 packed[piece.start : min(piece.stop, whole)],

@@ -18,7 +18,7 @@ from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.grids import Floats, Grid, Integers, grid_of, num_nonzero, towards_zero
 from executors.low_bits.joint_updates import JointUpdate, shares_passes, update_jointly
-from executors.low_bits.packed import PIECE_ELEMENTS, QValues
+from executors.low_bits.packed import CHUNK_ELEMENTS, QValues
 from executors.low_bits.stored import (
     Along,
     BoundParameter,
@@ -80,7 +80,7 @@ class Beside(NamedTuple):
             weight[self.rows] = weight[self.rows].add_(self.perturbation[self.rows], alpha=self.factor)
             return
         # Packed values are unpacked in pieces that stay in a CPU's cache.
-        most = weight.numel() if isinstance(self.perturbation, Tensor) else PIECE_ELEMENTS[weight.device.type]
+        most = weight.numel() if isinstance(self.perturbation, Tensor) else CHUNK_ELEMENTS[weight.device.type]
         num = max(1, most // weight.shape[1])
         for begin in range(0, len(weight), num):
             piece = weight[begin : begin + num]
@@ -222,7 +222,7 @@ class QuantizedTensor(Stored):
                 hint="copy or convert the model again",
             )
         # A scale for the matrix is made of all its rows.
-        for rows in self._pieces(self.shape[0], all_rows=self.quant_config.scales == "tensor"):
+        for rows in self._chunks(self.shape[0], all_rows=self.quant_config.scales == "tensor"):
             part = weights[rows].to(self.device, torch.float32)
             self._fit(part, rows)
             if self.quant_config.fit == "least-error":
@@ -231,7 +231,7 @@ class QuantizedTensor(Stored):
 
     def write(self, weights: Tensor) -> None:
         """Quantize `weights` to the nearest value, with the present scales."""
-        for rows in self._pieces(self.shape[0]):
+        for rows in self._chunks(self.shape[0]):
             part = weights[rows].to(self.device, torch.float32)
             self._write(rows, self.grid.nearest(self._scaled(part, rows)))
 
@@ -362,7 +362,7 @@ class QuantizedTensor(Stored):
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
 
-        def take_piece(piece: slice, uniform: Tensor) -> None:
+        def take_chunk(piece: slice, uniform: Tensor) -> None:
             chosen = piece if rows is None else rows[piece]
             levels = self.levels(chosen).float()
             grouped = levels.view(len(levels), -1, self.group_elements)
@@ -394,12 +394,12 @@ class QuantizedTensor(Stored):
             self._write(chosen, updated)
 
         sampled_at_once = at_once or (UNIFORMS_AT_ONCE if self.device.type == "cpu" else None)
-        for stretch in self._pieces(num_rows, elements=sampled_at_once):
+        for stretch in self._chunks(num_rows, elements=sampled_at_once):
             sampled = uniforms(stretch.start * width, stretch.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
-            for piece in self._pieces(len(sampled), elements=at_once and min(at_once, UPDATED_ELEMENTS)):
+            for piece in self._chunks(len(sampled), elements=at_once and min(at_once, UPDATED_ELEMENTS)):
                 here = slice(stretch.start + piece.start, stretch.start + piece.stop)
-                take_piece(here, sampled[piece])
+                take_chunk(here, sampled[piece])
             del sampled
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
@@ -420,7 +420,7 @@ class QuantizedTensor(Stored):
         """Return the scales or zero points of some rows, to broadcast over (rows, groups, elements)."""
         return (scales if self.quant_config.scales == "tensor" else scales[rows])[..., None]
 
-    def _pieces(
+    def _chunks(
         self, num_rows: int, *, all_rows: bool = False, elements: int | None = None
     ) -> Iterator[slice]:
         """Yield consecutive ranges of so many rows."""

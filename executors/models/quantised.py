@@ -45,7 +45,7 @@ from executors.models.weight_files import save_configuration, saved_tensors, wri
 from topology.errors import ModelError
 from zosim.plans import LowBits, Plan
 
-_PIECE_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 20
 """Quantized values that are taken out of their words at a time."""
 
 
@@ -478,7 +478,7 @@ def _packed(symbols: Tensor, bits: int, *, shift: bool = False) -> Tensor:
     """Return rows of quantized values of a byte as rows of 32-bit words, as :func:`_unpacked` reads them."""
     rows, num = symbols.shape
     words = torch.empty((rows, -(-num * bits // 32)), dtype=torch.int32)
-    step = max(1, _PIECE_ELEMENTS // num)
+    step = max(1, _CHUNK_ELEMENTS // num)
     for begin in range(0, rows, step):
         piece = symbols[begin : begin + step].cpu()
         piece = piece ^ 2 ** (bits - 1) if shift else piece
@@ -589,7 +589,7 @@ def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Ten
     rows = words.shape[0]
     starts = torch.arange(num) * bits
     symbols = torch.empty((rows, num), dtype=torch.uint8)
-    step = max(1, _PIECE_ELEMENTS // num)
+    step = max(1, _CHUNK_ELEMENTS // num)
     for begin in range(0, rows, step):
         piece = words[begin : begin + step].contiguous().view(torch.uint8)
         # A quantized value may begin in one byte and end in the next.

@@ -111,11 +111,11 @@ class Rademacher(DistributionSampler):
     def fill(self, out: Tensor, generator: Generator) -> None:
         """Fill `out` with signs."""
         flat = out.view(-1)
-        length = _PIECE_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())
+        length = _CHUNK_ELEMENTS if flat.device.type == "cpu" else max(1, flat.numel())
         for begin in range(0, flat.numel(), length):
-            self._fill_piece(flat[begin : begin + length], generator)
+            self._fill_chunk(flat[begin : begin + length], generator)
 
-    def _fill_piece(self, flat: Tensor, generator: Generator) -> None:
+    def _fill_chunk(self, flat: Tensor, generator: Generator) -> None:
         raw = raw_signs(flat.numel(), generator)
         whole = flat.numel() // RAW_BITS
         self.spread(raw[:whole], flat[: whole * RAW_BITS])
@@ -157,7 +157,7 @@ _ALONE_ELEMENTS = (1 << 15) - 64
 RAW_BITS = 64
 """Signs that are made of one random number."""
 
-_PIECE_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS = 1 << 19
 """Signs made at a time: their passes find them in cache, and are long against what calling them takes."""
 
 _SKIPPED_AT_ONCE = 1 << 13

@@ -155,7 +155,7 @@ class SequentialSampler:
         for spans in self._spans[share.start : share.stop]:
             states.append(generator.get_state())
             for span in spans:
-                for low, high in _pieces(span.end - span.begin, most):
+                for low, high in _chunks(span.end - span.begin, most):
                     if batch and sum(piece.numbers.numel() for piece in batch) + high - low > most:
                         yield batch
                         batch = []
@@ -369,7 +369,7 @@ def _stretches(
     """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
     if rows and (width % sampler.distribution.granularity or not sampler.distribution.is_single_threaded):
         most = _HELD_ELEMENTS if sampler.distribution.is_single_threaded else _CHEAP_ELEMENTS
-        yield from ((begin + low, begin + high, True) for low, high in _pieces(end - begin, most))
+        yield from ((begin + low, begin + high, True) for low, high in _chunks(end - begin, most))
         return
     for row in rows:
         low, high = max(row * width, begin), min((row + 1) * width, end)
@@ -395,7 +395,7 @@ def skip_tensors(
     SequentialSampler(numels, sampler).skip(like, generator)
 
 
-def _pieces(numel: int, most: int) -> Iterator[tuple[int, int]]:
+def _chunks(numel: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of pieces that are drawn one after the other and together equal one draw."""
     begin = 0
     while begin < numel:

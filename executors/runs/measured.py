@@ -41,7 +41,7 @@ def measured_timeline(
     )
     # What ranks replayed may end beside the first step that is timed: an offload that nothing waits for yet.
     spans = tuple(
-        span for span in spans if span.step >= 0 and (span.step < num_steps or span.part == "flush")
+        span for span in spans if span.step >= 0 and (span.step < num_steps or span.phase == "flush")
     )
     begin = min((span.start_s for span in spans), default=0.0)
     timeline = Timeline(

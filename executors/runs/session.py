@@ -328,7 +328,7 @@ class Session:
         held = self.interpreter.store.held
         here = {
             id(tensor.parameter)
-            for what, part in self.interpreter.store.parts.items()
+            for what, section in self.interpreter.store.sections.items()
             if what in held
             for tensor in part.tensors
         }

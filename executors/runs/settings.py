@@ -9,7 +9,7 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 
 from costmodel.formats.stored_quantization import refuse_unwritable
 from costmodel.models.configs import LoRA, Prefix, Subset
-from costmodel.models.model_spec import Part
+from costmodel.models.model_spec import TrainableSubset
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import DataError, PlanError, RunError
@@ -450,7 +450,7 @@ class RunSettings:
     data: DataSettings
     learning_rate: LearningRate
     program: Program | ProgramSet | None = None
-    tuned: Part = "all"
+    tuned: TrainableSubset = "all"
     lora: LoRA | None = None
     prefix: Prefix | None = None
     evaluation: EvaluationSettings | None = None

@@ -26,7 +26,7 @@ from torch import Tensor
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.packed import QValues
 
-PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
 against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
 
@@ -42,12 +42,12 @@ class Sweeper:
 
     Parameters
     ----------
-    piece_elements : int, optional
-        Elements of all temporaries together on a CPU; by default :data:`PIECE_ELEMENTS`.
+    chunk_elements : int, optional
+        Elements of all temporaries together on a CPU; by default :data:`CHUNK_ELEMENTS`.
     """
 
-    def __init__(self, piece_elements: int | None = None) -> None:
-        self._piece_elements = piece_elements
+    def __init__(self, chunk_elements: int | None = None) -> None:
+        self._chunk_elements = chunk_elements
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     @property
@@ -229,9 +229,9 @@ class Sweeper:
 
     def _sweep(self, theta: Tensor, sweep: Callable[..., None], *, num_temporaries: int) -> None:
         total = theta.numel()
-        most = PIECE_ELEMENTS.get(theta.device.type, 1 << 20)
-        if theta.device.type == "cpu" and self._piece_elements:
-            most = self._piece_elements
+        most = CHUNK_ELEMENTS.get(theta.device.type, 1 << 20)
+        if theta.device.type == "cpu" and self._chunk_elements:
+            most = self._chunk_elements
         kept = self._kept(max(num_temporaries, min(most, total)), theta)
         size = kept.numel() // num_temporaries
         with torch.no_grad():
@@ -273,7 +273,7 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         if tensor.device.type == "cpu" or tensor.numel() > _LAUNCHED_ALONE_ELEMENTS:
             yield [place]
             continue
-        if elements + tensor.numel() > PIECE_ELEMENTS.get(tensor.device.type, 1 << 20):
+        if elements + tensor.numel() > CHUNK_ELEMENTS.get(tensor.device.type, 1 << 20):
             yield shared
             shared, elements = [], 0
         shared.append(place)

@@ -36,7 +36,7 @@ Allocator = Callable[[Buffer, int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamSection:
     """Parameters of one group that lie together: all its frozen ones, or all its trainable ones.
 
     Attributes
@@ -101,7 +101,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class PlacedPart:
+class PlacedSection:
     """A part at its place in a buffer, or a perturbation of it.
 
     Attributes
@@ -110,7 +110,7 @@ class PlacedPart:
         Its bytes as one tensor, from the first element to the last, gaps included.
     views : tuple of torch.Tensor
         One per parameter, in the parameter's shape; of one that is no numbers, the bytes of its largest tensor.
-    part : Part
+    section : Part
     held : tuple of Stored
         What each parameter is; nothing of a perturbation.
     packed : tuple of PackedValues
@@ -119,7 +119,7 @@ class PlacedPart:
 
     flat: Tensor
     views: tuple[Tensor, ...]
-    part: Part
+    section: ParamSection
     held: tuple[Stored, ...] = ()
     packed: tuple[PackedValues, ...] = ()
 
@@ -131,7 +131,7 @@ class PlacedPart:
     def along(self, perturbations: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
         """Yield its parameters and their perturbations, those together that are stored alike."""
         for kind, places in self._places.items():
-            yield kind, [Along(self.part.tensors[i], self.held[i], perturbations[i]) for i in places]
+            yield kind, [Along(self.section.tensors[i], self.held[i], perturbations[i]) for i in places]
 
     @cached_property
     def _places(self) -> dict[type[Stored], list[int]]:
@@ -166,13 +166,13 @@ class BufferStore:
         self._program = program
         self._allocate = allocate
         self._positions = positions or {}
-        self.parts = _parts_of(forward_runner, program.alignment_bytes)
+        self.sections = _sections_of(forward_runner, program.alignment_bytes)
         # Of a buffer that holds quantized weights beside numbers the program does not say the numbers' format.
         self._beside_qvalues = format_beside(forward_runner.tensors) or "uint8"
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
-        self._placed: dict[tuple[str, int, ParamGroupWeights | FrozenWeights], PlacedPart] = {}
+        self._placed: dict[tuple[str, int, ParamGroupWeights | FrozenWeights], PlacedSection] = {}
         self.values: dict[tuple[str, int], Any] = {}
         self.peak_bytes: dict[tuple[Space, str], int] = {}
         self._check_program()
@@ -227,13 +227,13 @@ class BufferStore:
         """Return the format of the buffer that an access is to."""
         return self._program.buffer(access.buffer).dtype
 
-    def placed(self, access: Access) -> PlacedPart:
+    def placed(self, access: Access) -> PlacedSection:
         """Return the part of a group that an access names, at its place."""
-        part = self.part(access)
-        key = (access.buffer, access.offset_bytes, part.what)
+        section = self.section(access)
+        key = (access.buffer, access.offset_bytes, section.what)
         placed = self._placed.get(key)
         # Two streams may read it for the first time at once: there is one all the same.
-        return placed or self._placed.setdefault(key, self._place(access, part))
+        return placed or self._placed.setdefault(key, self._place(access, section))
 
     def _memory(self, name: str) -> Tensor:
         flat = self._flat.get(name)
@@ -244,20 +244,22 @@ class BufferStore:
             )
         return flat
 
-    def _place(self, access: Access, part: Part) -> PlacedPart:
+    def _place(self, access: Access, section: ParamSection) -> PlacedSection:
         memory, dtype = self._memory(access.buffer), self._numbers_in(access)
         if self.is_weights(access):
-            return _placed(memory.view(torch.uint8)[access.offset_bytes : access.end_bytes], part, dtype)
+            return _placed(memory.view(torch.uint8)[access.offset_bytes : access.end_bytes], section, dtype)
         if dtype not in TORCH_DTYPES:
-            return _placed_packed(memory[access.offset_bytes : access.end_bytes], part, FORMATS[dtype].bits)
+            return _placed_packed(
+                memory[access.offset_bytes : access.end_bytes], section, FORMATS[dtype].bits
+            )
         begin = FORMATS[dtype].num_elements(access.offset_bytes)
-        *starts, end = part.offsets(dtype)
+        *starts, end = section.offsets(dtype)
         flat = memory[begin : begin + end]
         views = tuple(
             flat[start : start + tensor.num_elements].view(tensor.shape)
-            for start, tensor in zip(starts, part.tensors, strict=True)
+            for start, tensor in zip(starts, section.tensors, strict=True)
         )
-        return PlacedPart(flat, views, part)
+        return PlacedSection(flat, views, section)
 
     def _numbers_in(self, access: Access) -> str:
         """Return the format of numbers in the buffer that an access is to."""
@@ -266,22 +268,22 @@ class BufferStore:
 
     # -- names -------------------------------------------------------------------------------------------------
 
-    def trainable(self, group: str) -> Part:
+    def trainable(self, group: str) -> ParamSection:
         """Return the trainable parameters of a group."""
-        return self.parts[ParamGroupWeights(group)]
+        return self.sections[ParamGroupWeights(group)]
 
-    def part(self, access: Access) -> Part:
+    def section(self, access: Access) -> ParamSection:
         """Return the part that an access to weights or to a perturbation names."""
         what = parameters_of(access.what)
         assert what is not None
-        return self.parts[what]
+        return self.sections[what]
 
     def is_weights(self, access: Access) -> bool:
         """Whether an access touches parameters."""
         return isinstance(access.what, ParamGroupWeights | FrozenWeights) and self._is_flat(access)
 
     def _is_flat(self, access: Access) -> bool:
-        return parameters_of(access.what) in self.parts
+        return parameters_of(access.what) in self.sections
 
     def _flat_buffers(self) -> list[Buffer]:
         names = {access.buffer for _, access in self._accesses() if self._is_flat(access)}
@@ -290,14 +292,14 @@ class BufferStore:
     def _shares(self) -> dict[ParamGroupWeights | FrozenWeights, int]:
         """Return the equal shares into which each part is cut that ranks share out."""
         shared = [access for _, access in self._accesses() if access.share and self.is_weights(access)]
-        return {self.part(access).what: self._program.process_groups[access.share] for access in shared}
+        return {self.section(access).what: self._program.process_groups[access.share] for access in shared}
 
     def _accesses(self) -> list[tuple[str, Access]]:
         accesses = [
             ("initial or final contents", access) for access in (*self._program.initial, *self._program.final)
         ]
-        for part, instruction in self._program.instructions():
-            where = f"{part}/{instruction.id}"
+        for phase, instruction in self._program.instructions():
+            where = f"{phase}/{instruction.id}"
             accesses += [(where, access) for access in (*instruction.reads, *instruction.writes)]
         return accesses
 
@@ -311,92 +313,92 @@ class BufferStore:
         self._check_covered()
 
     def _check_size(self, where: str, access: Access) -> None:
-        part = self.part(access)
+        section = self.section(access)
         buffer = self._program.buffer(access.buffer)
-        wanted = part.size_bytes(buffer.dtype)
+        wanted = section.size_bytes(buffer.dtype)
         if self.is_weights(access):
             dtype = TORCH_DTYPES.get(self._numbers_in(access))
-            wanted = -1 if dtype is None else part.stored_bytes(dtype)
-            wanted = aligned(wanted, part.alignment_bytes * self._num_shares.get(part.what, 1))
-        if access.size_bytes != wanted or access.offset_bytes % part.alignment_bytes:
+            wanted = -1 if dtype is None else section.stored_bytes(dtype)
+            wanted = aligned(wanted, section.alignment_bytes * self._num_shares.get(section.what, 1))
+        if access.size_bytes != wanted or access.offset_bytes % section.alignment_bytes:
             raise ProgramError(
                 f"program {self._program.name}: {where} names {access.size_bytes} bytes from byte "
                 f"{access.offset_bytes} of {buffer.name} ({buffer.dtype}) for {access.what}, but the model's take "
-                f"{wanted} bytes, aligned to {part.alignment_bytes}",
+                f"{wanted} bytes, aligned to {section.alignment_bytes}",
                 hint="lower a plan of this model",
             )
 
     def _check_groups_known(self) -> None:
-        groups = {what.group for what in self.parts}
-        for part, instruction in self._program.instructions():
+        groups = {what.group for what in self.sections}
+        for phase, instruction in self._program.instructions():
             named = instruction.op.group if isinstance(instruction.op, Sample | Perturb | Update) else None
             if named is not None and named not in groups:
                 raise ProgramError(
-                    f"program {self._program.name}: {part}/{instruction.id} names the parameter group {named!r}, "
+                    f"program {self._program.name}: {phase}/{instruction.id} names the parameter group {named!r}, "
                     "which the model does not have",
                     hint="the model's are " + ", ".join(sorted(groups)),
                 )
 
     def _check_covered(self) -> None:
         run = {i.op.segment for _, i in self._program.instructions() if isinstance(i.op, Forward)}
-        for what, part in self.parts.items():
-            if part.tensors and run & set(part.segments) and what not in self.held:
+        for what, section in self.sections.items():
+            if section.tensors and run & set(section.segments) and what not in self.held:
                 raise ProgramError(
                     f"program {self._program.name} does not state where {what} is at the start of the first step",
                     hint="lower a plan of this model",
                 )
 
 
-def _placed(memory: Tensor, part: Part, dtype: str) -> PlacedPart:
+def _placed(memory: Tensor, section: ParamSection, dtype: str) -> PlacedSection:
     """Return a part at its place: every tensor that a parameter is stored as is aligned."""
     offset = 0
 
     def taken(shape: Sequence[int], kind: torch.dtype) -> Tensor:
         nonlocal offset
-        begin = aligned(offset, part.alignment_bytes)
+        begin = aligned(offset, section.alignment_bytes)
         offset = begin + prod(shape) * kind.itemsize
         return memory[begin:offset].view(kind).view(*shape)
 
     kind_of_numbers = TORCH_DTYPES[dtype]
     held = tuple(
         tensor.stored_in([taken(*of) for of in tensor.pieces(kind_of_numbers).values()])
-        for tensor in part.tensors
+        for tensor in section.tensors
     )
     views = tuple(next(iter(one.dump().values())) for one in held)
-    flat = memory[:offset].view(kind_of_numbers) if part.is_flat else memory
-    return PlacedPart(flat, views, part, held)
+    flat = memory[:offset].view(kind_of_numbers) if section.is_flat else memory
+    return PlacedSection(flat, views, section, held)
 
 
-def _placed_packed(memory: Tensor, part: Part, bits: int) -> PlacedPart:
+def _placed_packed(memory: Tensor, section: ParamSection, bits: int) -> PlacedSection:
     """Return a perturbation of which several quantized values share a byte, every tensor's aligned."""
     packed, begin = [], 0
-    for tensor in part.tensors:
+    for tensor in section.tensors:
         end = begin + packed_shape_bytes(tensor.shape, bits)
         packed.append(PackedValues(memory[begin:end], tensor.shape, bits))
-        begin = aligned(end, part.alignment_bytes)
-    return PlacedPart(memory, (), part, packed=tuple(packed))
+        begin = aligned(end, section.alignment_bytes)
+    return PlacedSection(memory, (), section, packed=tuple(packed))
 
 
-def _parts_of(
+def _sections_of(
     forward_runner: ForwardRunner, alignment_bytes: int
-) -> dict[ParamGroupWeights | FrozenWeights, Part]:
-    parts: list[Part] = []
+) -> dict[ParamGroupWeights | FrozenWeights, ParamSection]:
+    parts: list[ParamSection] = []
     for group in forward_runner.param_groups:
         tensors = forward_runner.tensors_of(group.name)
         for what in (FrozenWeights(group.name), ParamGroupWeights(group.name)):
             kept = tuple(
                 tensor for tensor in tensors if tensor.trainable == isinstance(what, ParamGroupWeights)
             )
-            parts += [Part(what, kept, group.segments, alignment_bytes)] if kept else []
-    return {part.what: part for part in parts}
+            parts += [ParamSection(what, kept, group.segments, alignment_bytes)] if kept else []
+    return {section.what: section for section in parts}
 
 
-def runs_alike(placed: PlacedPart, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:
+def runs_alike(placed: PlacedSection, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:
     """Return stretches (begin, end, trait) of a part whose parameters have a trait in common."""
     dtype = format_of(placed.flat.dtype)
-    bounds = placed.part.offsets(dtype)
+    bounds = placed.section.offsets(dtype)
     runs: list[tuple[int, int, Trait]] = []
-    for i, tensor in enumerate(placed.part.tensors):
+    for i, tensor in enumerate(placed.section.tensors):
         begin, end, of_tensor = bounds[i], bounds[i] + tensor.num_elements, trait(tensor)
         if runs and runs[-1][2] == of_tensor:
             runs[-1] = (runs[-1][0], end, of_tensor)

@@ -18,7 +18,7 @@ from executors.steps.ops.operands import Action
 from executors.steps.streams import Backend
 from zosim.program import Program
 from zosim.program.contents import FrozenWeights, ParamGroupWeights
-from zosim.program.instructions import Access, Instruction, Part
+from zosim.program.instructions import Access, Instruction, Phase
 from zosim.program.operations import Cast, Collective, Copy, Perturb, Update
 
 _FACTOR = 6364136223846793005
@@ -109,7 +109,7 @@ class WeightChecksums:
             if self._every_change or access.buffer in self._shared:
                 self._checksums[_place(access)] = self._checksum(access)
 
-    def watched(self, part: Part, instruction: Instruction, action: Action) -> Action:
+    def watched(self, phase: Phase, instruction: Instruction, action: Action) -> Action:
         """Return `action` with checksums around it: carried by what copies weights, verified and taken by what changes them."""
         op = instruction.op
         if isinstance(op, Copy | Collective):
@@ -124,7 +124,7 @@ class WeightChecksums:
             read = [access for access in read if _place(access) in map(_place, written)]
         if not read:
             return action
-        where = f"{part}/{instruction.id}"
+        where = f"{phase}/{instruction.id}"
 
         def change(frame: StepFrame) -> None:
             for access in read:
@@ -219,7 +219,7 @@ def bit_sum(raw: Tensor, num_shares: int = 1, kept: Kept | None = None) -> Tenso
         return _weighted(words, kept).view(1)
     # A share has a weight of its own, too, since sums of shares are added up.
     weights = _weights(num_shares, words.device, kept)
-    return torch.stack([_weighted(part, kept) for part in words.view(num_shares, -1)]) * weights
+    return torch.stack([_weighted(phase, kept) for phase in words.view(num_shares, -1)]) * weights
 
 
 def _weighted(words: Tensor, kept: Kept) -> Tensor:

@@ -34,7 +34,7 @@ from executors.threads import SamplingThreads
 from topology.errors import ProgramError, RunError
 from zosim.points import Point
 from zosim.program import Program
-from zosim.program.instructions import PARTS, Buffer, Dependency, Instruction, Part, Space
+from zosim.program.instructions import PHASES, Buffer, Dependency, Instruction, Phase, Space
 from zosim.program.operations import Backward, Collective, Forward, Optimize, Sample
 from zosim.program.validate import validate
 
@@ -119,7 +119,7 @@ class Interpreter:
             adapter_rank_in_use=adapter_rank_in_use,
         )
         self._actions = Actions(self._context)
-        self._resolved = {part: self._resolve(part) for part in PARTS}
+        self._resolved = {phase: self._resolve(phase) for phase in PHASES}
         self._frame: StepFrame | None = None
         self._tickets: Mapping[str, Ticket] = {}
         self._next_step = 0
@@ -286,20 +286,22 @@ class Interpreter:
         if self._host_memory is not None:
             self._host_memory.close()
 
-    def _run(self, part: Part, frame: StepFrame) -> None:
+    def _run(self, phase: Phase, frame: StepFrame) -> None:
         before = self._tickets
-        if not self._resolved[part]:
+        if not self._resolved[phase]:
             return
         # Ranks of one host run the same parts, so a count of them names the same one on each.
         self._turn += 1
-        makers = [partial(self._task, item, part, frame, before, self._turn) for item in self._resolved[part]]
+        makers = [
+            partial(self._task, item, phase, frame, before, self._turn) for item in self._resolved[phase]
+        ]
         with torch.no_grad():
             self._tickets = self.backend.run(makers)
 
     def _task(
         self,
         item: _Resolved,
-        part: Part,
+        phase: Phase,
         frame: StepFrame,
         before: Mapping[str, Ticket],
         turn: int,
@@ -308,7 +310,7 @@ class Interpreter:
         after = [now[name] for name in item.waits]
         # The first step has none before it.
         after += [before[name] for name in item.waits_before if name in before]
-        task = Task(item.instruction, part, frame.step, partial(item.action, frame), after)
+        task = Task(item.instruction, phase, frame.step, partial(item.action, frame), after)
         memory = self._host_memory
         if memory is not None:
             after += [
@@ -330,7 +332,7 @@ class Interpreter:
             for number, access in enumerate(held):
                 placed = self.store.placed(access)
                 if self._writes(number, self.program.buffer(access.buffer)):
-                    for tensor, place in zip(placed.part.tensors, placed.held, strict=True):
+                    for tensor, place in zip(placed.section.tensors, placed.held, strict=True):
                         place.load(tensor.held, tensor.name)
                 self._context.bind([access])
         if self._host_memory is not None and self._communicator is not None:
@@ -341,9 +343,9 @@ class Interpreter:
         """Let parameters that other stages hold be zeros that take no memory: masks are made with them as with any."""
         absent = [
             tensor
-            for what, part in self.store.parts.items()
+            for what, section in self.store.sections.items()
             if what not in self.store.held
-            for tensor in part.tensors
+            for tensor in phase.tensors
         ]
         for tensor in absent:
             tensor.hold(stand_in(tensor, self.backend.device))
@@ -359,8 +361,8 @@ class Interpreter:
             return self._host_memory.tensor(buffer, num_elements, dtype)
         return self.backend.allocate(buffer, num_elements, dtype)
 
-    def _resolve(self, part: Part) -> list[_Resolved]:
-        instructions: tuple[Instruction, ...] = getattr(self.program, part)
+    def _resolve(self, phase: Phase) -> list[_Resolved]:
+        instructions: tuple[Instruction, ...] = getattr(self.program, phase)
         streams = {instruction.id: instruction.stream for instruction in instructions}
         resolved = []
         for instruction in instructions:
@@ -371,10 +373,10 @@ class Interpreter:
             )
             before = tuple(d.instruction for d in instruction.after if not d.group and d.distance == 1)
             peers = tuple(d for d in instruction.after if d.group)
-            action = self._actions.of(part, instruction)
+            action = self._actions.of(phase, instruction)
             if self.update_watch is not None:
                 action = self.update_watch.watched(instruction, action)
-            action = self.checksums.watched(part, instruction, action)
+            action = self.checksums.watched(phase, instruction, action)
             resolved.append(_Resolved(instruction, action, waits, before, peers))
         return resolved
 
@@ -415,12 +417,12 @@ def _refuse_first_order(program: Program) -> None:
     ProgramError
         Naming the first instruction that nothing executes.
     """
-    for part, instruction in program.instructions():
+    for phase, instruction in program.instructions():
         op = instruction.op
         is_not_run = isinstance(op, Collective) and not hasattr(Communicator, op.function)
         if is_not_run or isinstance(op, Backward | Optimize):
             message = (
-                f"program {program.name}: {part}/{instruction.id} belongs to a first-order step, which can "
+                f"program {program.name}: {phase}/{instruction.id} belongs to a first-order step, which can "
                 "only be simulated"
             )
             raise ProgramError(

@@ -17,7 +17,7 @@ from executors.device_scalars import DeviceScalar
 from executors.ranks.host_memory import HostMemory
 from executors.steps.heap import keep_freed_memory
 from topology.errors import RunError, ZosimError
-from zosim.program.instructions import Buffer, Instruction, Part, Stream
+from zosim.program.instructions import Buffer, Instruction, Phase, Stream
 from zosim.timeline import Span
 
 
@@ -63,7 +63,7 @@ class Task:
     Attributes
     ----------
     instruction : Instruction
-    part : str
+    phase : str
     step : int
     action : callable
         Does it.
@@ -74,7 +74,7 @@ class Task:
     """
 
     instruction: Instruction
-    part: Part
+    phase: Phase
     step: int
     action: Callable[[], None]
     after: Sequence[Ticket]
@@ -82,7 +82,7 @@ class Task:
 
     def describe(self) -> str:
         """Return its place in the run."""
-        return f"{self.part}[{self.step}]/{self.instruction.id} on stream {self.instruction.stream}"
+        return f"{self.phase}[{self.step}]/{self.instruction.id} on stream {self.instruction.stream}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Measured:
     """
 
     instruction: Instruction
-    part: Part
+    phase: Phase
     step: int
     start_s: float
     end_s: float
@@ -103,7 +103,7 @@ class Measured:
         instruction = self.instruction
         return Span(
             rank,
-            self.part,
+            self.phase,
             self.step,
             instruction.id,
             instruction.stream,
@@ -316,7 +316,7 @@ class CpuBackend(Backend):
         if self.recording:
             # Noted before anybody goes on, so that whoever has waited finds it.
             begin_s, end_s = start - self._begin, end - self._begin
-            self._measured.append(Measured(task.instruction, task.part, task.step, begin_s, end_s))
+            self._measured.append(Measured(task.instruction, task.phase, task.step, begin_s, end_s))
         event.finish()
 
     def _go_on(self) -> None:

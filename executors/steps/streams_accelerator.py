@@ -16,7 +16,7 @@ from executors.device_scalars import DeviceScalar, ScalarReading
 from executors.devices import device_module, device_named, on_stream, select_device
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
-from zosim.program.instructions import Buffer, Instruction, Part, Space, Stream
+from zosim.program.instructions import Buffer, Instruction, Phase, Space, Stream
 from zosim.program.operations import Recv, Send
 
 _GRAPHED = (Stream.COMPUTE, Stream.SAMPLE)
@@ -117,7 +117,7 @@ class AcceleratorBackend(Backend):
         self._origins: list[torch.Event] = []
         self._add_origin()
         self._was_recording = True
-        self._timed: list[tuple[tuple[Instruction, Part, int], int, torch.Event, torch.Event]] = []
+        self._timed: list[tuple[tuple[Instruction, Phase, int], int, torch.Event, torch.Event]] = []
         self._pinned: dict[int, list[Tensor]] = {}
         self._threads: dict[str, _Thread] = {}
         self._lock = threading.Lock()
@@ -236,7 +236,7 @@ class AcceleratorBackend(Backend):
             end = torch.Event(self.device, enable_timing=self.recording)
             end.record(stream)
         if start is not None:
-            what = (task.instruction, task.part, task.step)
+            what = (task.instruction, task.phase, task.step)
             self._timed.append((what, len(self._origins) - 1, start, end))
         issued.issue(end)
         if task.done is not None:
@@ -273,11 +273,11 @@ class AcceleratorBackend(Backend):
         began_s, measured = [0.0], []
         for one, other in pairwise(self._origins):
             began_s.append(began_s[-1] + one.elapsed_time(other) / 1e3)
-        for (instruction, part, step), number, start, end in self._timed:
+        for (instruction, phase, step), number, start, end in self._timed:
             origin = self._origins[number]
             start_s = began_s[number] + origin.elapsed_time(start) / 1e3
             end_s = max(start_s, began_s[number] + origin.elapsed_time(end) / 1e3)
-            measured.append(Measured(instruction, part, step, start_s, end_s))
+            measured.append(Measured(instruction, phase, step, start_s, end_s))
         return measured
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from costmodel.formats import FORMATS
 from executors.device_scalars import DeviceScalar
 from executors.formats import TORCH_DTYPES
-from executors.steps.buffers import BufferStore, PlacedPart
+from executors.steps.buffers import BufferStore, PlacedSection
 from executors.steps.frames import StepFrame
 from executors.steps.ops.operands import of_group, only
 from zosim.program import Program
@@ -149,7 +149,7 @@ class UpdateWatch:
         return UpdateLoss(self._updated_in, self._kept_in, num, unchanged / num, rounded_away / num)
 
 
-def _without_gaps(placed: PlacedPart) -> list[tuple[int, int]]:
+def _without_gaps(placed: PlacedSection) -> list[tuple[int, int]]:
     """Return where tensors that lie behind one another begin and end."""
     runs: list[tuple[int, int]] = []
     for view in placed.views:

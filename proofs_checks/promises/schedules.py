@@ -16,7 +16,7 @@ from topology.errors import Hazard, PlanError, ProgramError
 from zosim.lowering import lower
 from zosim.plans import Plan, Residency, Schedule
 from zosim.program import Program
-from zosim.program.instructions import Access, Dependency, Instruction, Part, Stream
+from zosim.program.instructions import Access, Dependency, Instruction, Phase, Stream
 from zosim.program.step_graph import Listed, StepGraph
 from zosim.program.validate import validate
 
@@ -121,9 +121,9 @@ def check_edges(_context: Context) -> Outcome:
     unnoticed, refused, reordered = 0, 0, 0
     for num_staging_buffers in (1, 2, 3):
         program = zo2_program(num_staging_buffers)
-        edges = [(part, item, edge) for part, item in program.instructions() for edge in item.after]
-        for part, item, edge in edges:
-            reduced = without(program, part, item, edge)
+        edges = [(phase, item, edge) for phase, item in program.instructions() for edge in item.after]
+        for phase, item, edge in edges:
+            reduced = without(program, phase, item, edge)
             if is_refused(reduced):
                 refused += 1
             elif _is_host_loop(program, edge) and _orders_less(reduced, program):
@@ -137,11 +137,11 @@ def check_edges(_context: Context) -> Outcome:
     return Outcome(unnoticed, 0, "dependencies whose loss nobody notices", (detail,))
 
 
-def without(program: Program, part: Part, item: Instruction, edge: Dependency) -> Program:
+def without(program: Program, phase: Phase, item: Instruction, edge: Dependency) -> Program:
     """Return `program` with one dependency less."""
     after = tuple(other for other in item.after if other != edge)
-    changed = tuple(replace(i, after=after) if i.id == item.id else i for i in getattr(program, part))
-    parts = {part: changed}
+    changed = tuple(replace(i, after=after) if i.id == item.id else i for i in getattr(program, phase))
+    parts = {phase: changed}
     return replace(
         program,
         prologue=parts.get("prologue", program.prologue),

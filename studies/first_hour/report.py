@@ -10,7 +10,7 @@ from pathlib import Path
 
 from costmodel.scoring import Row, Score, relative_error
 from studies.first_hour.setting import Content
-from zosim.report import Bullets, Code, Part, Report, Table
+from zosim.report import Bullets, Code, Element, Report, Table
 
 _GIB = 2**30
 _WITHIN = 1.15
@@ -45,7 +45,7 @@ def report(contents: Mapping[str, Content], command: str, todo: Sequence[str] = 
     device = contents.get("device", {})
     steps = {name[5:]: content for name, content in contents.items() if name.startswith("step-")}
     versions = ", ".join(f"{name} {device.get(name, '?')}" for name in ("torch", "cuda", "transformers"))
-    parts: list[Part] = [
+    parts: list[Element] = [
         f"{versions}, described by {device.get('hardware', '?')}. Made by",
         Code(command),
         Report("What failed", Bullets(_failures(contents) or ["Nothing."])),

@@ -21,7 +21,7 @@ from costmodel.scoring import Row, Score, coverage_band
 from studies.prediction.predicting import Choice, PredictedCase
 from studies.timed_cases import Groups, case_columns, describe_pace, grouped, scored, step_tables
 from zosim.analysis.scoreboard import rows_table, score_data, score_table
-from zosim.report import Code, Part, Report, Table
+from zosim.report import Code, Element, Report, Table
 
 STEP_GOAL = (0.08, 0.20)
 MEMORY_GOAL = (0.05, 0.10)
@@ -131,7 +131,7 @@ class Benchmark:
             Report("Tuning cases, worst first", _cases(self.tuning)),
         ).to_markdown()
 
-    def _head(self) -> Iterator[Part]:
+    def _head(self) -> Iterator[Element]:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield f"{self.date}, commit `{self.commit}`. {listed}."
         yield Code(self.command)

@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 
 from costmodel.models.configs import read_model_spec
-from costmodel.models.model_spec import ModelSpec, Part
+from costmodel.models.model_spec import ModelSpec, TrainableSubset
 from studies.published.constants import FittedConstant
 from studies.published.fitting import conformal_half_width
 from studies.published.posterior import Posterior, TableFit, left_out_errors, log_error, posterior
@@ -157,7 +157,7 @@ def serving_s(case: ZoinferCase, values: Mapping[str, float]) -> tuple[float, st
 
 
 @cache
-def _spec(model: str, tuned: Part) -> ModelSpec:
+def _spec(model: str, tuned: TrainableSubset) -> ModelSpec:
     return read_model_spec(model, trainable=tuned)
 
 

@@ -18,7 +18,7 @@ _NUM_BULKS = 3
 _BULK_S = 0.5
 """Seconds of the link that the bandwidth is measured with."""
 
-_PIECE_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 18
 _PIECES_S = 0.8
 """Of the link, in pieces that are gathered one after the other while ranks compute."""
 
@@ -68,8 +68,8 @@ def measure_link(ranks: Communicator, rate_bytes_per_s: float) -> LinkFigures:
 
 def _beside_work(ranks: Communicator, bandwidth_bytes_per_s: float, num_cores: float) -> tuple[float, float]:
     """Return what cores lose for a byte, and what a gather waits for beside its bytes, while ranks compute."""
-    own = torch.zeros(_PIECE_BYTES, dtype=torch.uint8)
-    sent_bytes = _PIECE_BYTES * (ranks.world_size - 1)
+    own = torch.zeros(_CHUNK_BYTES, dtype=torch.uint8)
+    sent_bytes = _CHUNK_BYTES * (ranks.world_size - 1)
     piece_s = sent_bytes / bandwidth_bytes_per_s
     gather = _gathering(ranks)
     # Each has measured a bandwidth of its own; that of the first decides.

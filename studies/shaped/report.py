@@ -14,7 +14,7 @@ from studies.shaped.network import FRAME_EFFICIENCY, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow
 from studies.timed_cases import Groups, case_columns, describe_pace, grouped, scored, step_tables
 from zosim.analysis.scoreboard import rows_table, score_table
-from zosim.report import Bullets, Code, Part, Report, Table
+from zosim.report import Bullets, Code, Element, Report, Table
 
 GOAL = (0.10, 0.20)
 """Median and 90th percentile of the absolute relative errors of the step time."""
@@ -65,7 +65,7 @@ class ShapedBenchmark:
             self._cases(),
         ).to_markdown()
 
-    def _head(self) -> Iterator[Part]:
+    def _head(self) -> Iterator[Element]:
         listed = ", ".join(f"{name} {number}" for name, number in versions().items())
         yield f"{self.date}, commit `{self.commit}`. {listed}."
         yield Code("python -m studies.shaped.benchmark")

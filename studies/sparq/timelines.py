@@ -221,7 +221,7 @@ def _rows(step: MethodStep) -> list[tuple[str, list[tuple[str, float, float]]]]:
     """Return, for each rank and stream that is busy, spans of its last listed periodic step."""
     timeline = step.planned.timeline
     number = timeline.periodic_steps[-1]
-    mine = [span for span in timeline.spans if span.part == "step" and span.step == number]
+    mine = [span for span in timeline.spans if span.phase == "step" and span.step == number]
     begin_s = min(span.start_s for span in mine)
 
     def shown(spans: list[Span]) -> list[tuple[str, float, float]]:

@@ -4,7 +4,7 @@ import pytest
 
 from costmodel import memory
 from costmodel.devices.datasheet import datasheet_profile
-from costmodel.memory import HostLimits, MemoryPart, preflight_host, runtime_parts, total_bytes
+from costmodel.memory import HostLimits, MemoryComponent, preflight_host, runtime_components, total_bytes
 from topology import load_preset
 
 GPU = datasheet_profile(load_preset("h200-1x"), "gpu0")
@@ -14,14 +14,14 @@ ROOMY = HostLimits(64 * GIB, 8 * GIB, None)
 
 
 def test_a_gpu_has_a_context_and_slack_and_a_cpu_neither():
-    parts = runtime_parts(GPU, 10 * GIB)
+    parts = runtime_components(GPU, 10 * GIB)
     assert {part.name for part in parts} == {"runtime context", "allocator slack"}
     assert 0.3e9 < parts[0].size_bytes < 1.2e9
     assert total_bytes(parts, "device") > parts[0].size_bytes
     assert total_bytes(parts, "host") == 0
-    assert runtime_parts(CPU, 10 * GIB) == ()
+    assert runtime_components(CPU, 10 * GIB) == ()
     with pytest.raises(ValueError, match="-1 bytes"):
-        MemoryPart("weights", -1, "device")
+        MemoryComponent("weights", -1, "device")
 
 
 def test_a_plan_that_fits_raises_no_finding():

@@ -17,7 +17,7 @@ def small():
 def test_the_plain_model_runs_the_first_step_of_the_simulator(small):
     world = scale.unshared(small[0])
     seconds, num_processes = scale.naive_step(world)
-    first = [span for span in simulate_many(world, num_steps=1).spans if span.part == "step"]
+    first = [span for span in simulate_many(world, num_steps=1).spans if span.phase == "step"]
     assert num_processes == len(first)
     assert seconds == pytest.approx(max(span.end_s for span in first), rel=1e-9)
 

@@ -218,7 +218,7 @@ def test_aq_sgd_sends_four_bits_there_and_eight_back():
 def test_aq_sgd_keeps_the_messages_of_every_sample_at_both_ends():
     order = settings_of(preset="aq-sgd").model_copy(update={"num_kept_samples": 500})
     planned = planned_run_of(plan_of(("block.1.mlp",)), order)
-    parts = {part.name: part.size_bytes for taken in planned.footprints.ranks for part in taken.parts}
+    parts = {part.name: part.size_bytes for taken in planned.footprints.ranks for part in taken.components}
     assert parts["kept messages"] == 500 * 16 * (WIDTH + INNER) * 4
     fetched = [
         item.id for item in planned.program.step if item.stream is Stream.H2D and item.label == "fetch"
@@ -226,7 +226,7 @@ def test_aq_sgd_keeps_the_messages_of_every_sample_at_both_ends():
     assert fetched == ["messages/fetch/out[m0]"]
 
 
-def device_parts(programs, rank=0):
+def device_components(programs, rank=0):
     parts = {}
     for buffer in programs.program_of(rank).buffers:
         if buffer.space == "device":
@@ -235,11 +235,11 @@ def device_parts(programs, rank=0):
 
 
 def test_adam_takes_sixteen_bytes_a_parameter():
-    parts = device_parts(lower_first_order(plan_of(), settings_of(preset="adam")))
+    parts = device_components(lower_first_order(plan_of(), settings_of(preset="adam")))
     num_parameters = plan_of().model.num_parameters
     taken = parts["weights"] + parts["gradients"] + parts["optimizer state"]
     assert taken == pytest.approx(16 * num_parameters, rel=1e-2)  # tensors are aligned
-    assert "optimizer state" not in device_parts(lower_first_order(plan_of(), settings_of()))
+    assert "optimizer state" not in device_components(lower_first_order(plan_of(), settings_of()))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -258,8 +258,8 @@ def test_the_memory_curve_never_exceeds_the_footprint(order):
     planned = planned_run_of(plan_of(("block.1",)), order)
     for rank in (0, 1):
         peak = planned.timeline.peak_memory("device", rank)
-        listed = {part.name: part.size_bytes for part in planned.footprints.ranks[rank].parts}
-        counted = sum(listed[role] for role in (*device_parts(planned.programs, rank), "workspace"))
+        listed = {part.name: part.size_bytes for part in planned.footprints.ranks[rank].components}
+        counted = sum(listed[role] for role in (*device_components(planned.programs, rank), "workspace"))
         assert 0.7 * counted < peak.size_bytes <= counted
 
 
@@ -381,7 +381,7 @@ def test_replicas_that_share_weights_out_hold_a_part_and_gather_the_rest():
     )
     # Every share begins at a multiple of 256 bytes, which is a few hundredths of parameters as small as these.
     for role in ("weights", "gradients", "optimizer state"):
-        assert device_parts(sharded)[role] == pytest.approx(device_parts(whole)[role] / 4, rel=0.07)
+        assert device_components(sharded)[role] == pytest.approx(device_components(whole)[role] / 4, rel=0.07)
     program = sharded.program_of(0)
     gathers = [item for item in program.step if item.label == "gather" and item.segment == "block.1"]
     sums = [item for item in program.step if item.label == "all_reduce" and item.segment == "block.1"]

@@ -17,7 +17,7 @@ from zosim.simulators.world import World
 
 def times_of(timeline, rank):
     return {
-        (span.part, span.step, span.instruction): (span.start_s, span.end_s)
+        (span.phase, span.step, span.instruction): (span.start_s, span.end_s)
         for span in timeline.expanded().spans
         if span.rank == rank
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel import read_model_spec
-from costmodel.memory import MemoryPart
+from costmodel.memory import MemoryComponent
 from topology import load_preset
 from zosim.hardware.profiles import profile_for
 from zosim.planning.footprint import ARENAS, Footprint, footprints
@@ -16,12 +16,12 @@ MIB = 2**20
 
 
 def rank(*, host_mib: int = 3, shared_mib: int = 0, device_mib: int = 7, is_cpu: bool = False) -> Footprint:
-    parts = (
-        MemoryPart("staging buffers", device_mib * MIB, "device"),
-        MemoryPart("weights", host_mib * MIB, "host"),
+    components = (
+        MemoryComponent("staging buffers", device_mib * MIB, "device"),
+        MemoryComponent("weights", host_mib * MIB, "host"),
     )
-    shared = (MemoryPart("weights", shared_mib * MIB, "host"),) if shared_mib else ()
-    return Footprint(parts, shared, is_cpu)
+    shared = (MemoryComponent("weights", shared_mib * MIB, "host"),) if shared_mib else ()
+    return Footprint(components, shared, is_cpu)
 
 
 def test_private_copies_add_up_and_a_shared_one_counts_once() -> None:
@@ -66,7 +66,7 @@ def test_a_host_holds_one_copy_of_the_blocks_or_one_per_rank(transfers: str) -> 
     planned = offloaded(transfers)
     model = planned.plan.model
     blocks = sum(group.num_parameters for group in model.param_groups if group.name.startswith("block."))
-    weights = next(part for part in planned.footprints.fullest.parts if part.name == "weights")
+    weights = next(part for part in planned.footprints.fullest.components if part.name == "weights")
     copies = 2 if transfers == "private" else 1
     # Alignment adds less than 256 bytes to each of the sixteen tensors of a block.
     assert (

@@ -109,7 +109,7 @@ def first_hazard(program: Program) -> tuple[str, int, str] | None:
                     for other, wrote in touched[place]
                 )
                 if loose or not is_there:
-                    return item.part, item.step, item.instruction.id
+                    return item.phase, item.step, item.instruction.id
                 num_writes += writes
                 for place in places:
                     touched[place].append((item, writes))

@@ -14,7 +14,7 @@ from zosim.simulators.world import World
 
 def times(timeline):
     return {
-        (span.rank, span.part, span.step, span.instruction): (span.start_s, span.end_s)
+        (span.rank, span.phase, span.step, span.instruction): (span.start_s, span.end_s)
         for span in timeline.spans
     }
 
@@ -29,7 +29,7 @@ def assert_same_run(world, num_steps):
     for rank in expected.ranks:
         for space in Space:
             peak, other = expected.peak_memory(space, rank), found.peak_memory(space, rank)
-            assert (peak.size_bytes, peak.parts) == (other.size_bytes, other.parts)
+            assert (peak.size_bytes, peak.components) == (other.size_bytes, other.components)
 
 
 def assert_same_step(world):

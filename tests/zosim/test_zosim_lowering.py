@@ -115,7 +115,7 @@ def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
 def test_a_staging_buffer_is_not_overwritten_before_its_offload_is_done(num_staging_buffers: int) -> None:
     program = lower(zo2(num_staging_buffers=num_staging_buffers))
     run = StepGraph(program, num_steps=2)
-    index = {(item.step, item.instruction.id): item.index for item in run.listed if item.part == "step"}
+    index = {(item.step, item.instruction.id): item.index for item in run.listed if item.phase == "step"}
     for i in range(MODELS["tied"].num_blocks - num_staging_buffers):
         earlier, later = index[0, f"block.{i}/offload"], index[0, f"block.{i + num_staging_buffers}/upload"]
         assert run.ordered(earlier, later)
@@ -125,7 +125,7 @@ def test_copies_run_beside_compute_unless_overlap_is_off() -> None:
     def are_ordered(plan: Plan) -> bool:
         program = lower(plan)
         run = StepGraph(program, num_steps=1)
-        index = {item.instruction.id: item.index for item in run.listed if item.part == "step"}
+        index = {item.instruction.id: item.index for item in run.listed if item.phase == "step"}
         return run.ordered(index["block.0/forward[q0+]"], index["block.1/upload"])
 
     assert not are_ordered(zo2())

@@ -100,7 +100,9 @@ def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
         planned = choose(request(max_device_bytes=limit)).chosen.planned
         simulated = planned.timeline.peak_memory(Space.DEVICE).size_bytes
         runtime = sum(
-            p.size_bytes for p in planned.footprint.parts if p.name in ("runtime context", "allocator slack")
+            p.size_bytes
+            for p in planned.footprint.components
+            if p.name in ("runtime context", "allocator slack")
         )
         declared = planned.footprint.device_bytes - runtime
         assert simulated <= declared <= 1.1 * simulated

@@ -38,7 +38,7 @@ def test_closed_form_and_simulator_agree_wherever_nothing_is_shared(whole, num_s
     expected = run_times(whole, machine, num_steps)
     assert len(expected) == len(timeline.spans)
     for span in timeline.spans:
-        place = Place(graph.position(span.part, span.step), span.instruction)
+        place = Place(graph.position(span.phase, span.step), span.instruction)
         assert (span.start_s, span.end_s) == pytest.approx(expected[place], rel=1e-9, abs=1e-12)
 
 
@@ -56,7 +56,7 @@ def test_closed_form_is_a_lower_bound_where_something_is_shared(whole, num_cores
     graph = StepGraph(whole, 6)
     alone = run_times(whole, machine, 6)
     for span in timeline.spans:
-        place = Place(graph.position(span.part, span.step), span.instruction)
+        place = Place(graph.position(span.phase, span.step), span.instruction)
         assert span.end_s >= alone[place][1] * (1 - 1e-9)
     if timeline.first_periodic_step > 1:
         assert simulate(whole, machine).step_time_s >= step_time_bound(whole, machine) * (1 - 1e-9)
@@ -109,7 +109,7 @@ def test_several_ranks_agree_wherever_nothing_is_shared(ranks, num_steps):
     timeline = simulate_many(world, num_steps=num_steps).expanded()
     assert len(expected) == len(timeline.spans)
     for span in timeline.spans:
-        position = StepGraph(world.program(span.rank), num_steps).position(span.part, span.step)
+        position = StepGraph(world.program(span.rank), num_steps).position(span.phase, span.step)
         place = Place(position, span.instruction)
         assert (span.start_s, span.end_s) == pytest.approx(expected[span.rank, place], rel=1e-9, abs=1e-12)
 

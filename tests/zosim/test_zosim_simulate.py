@@ -172,7 +172,7 @@ def test_extrapolated_runs_equal_runs_that_list_every_step(whole, is_shared, num
     assert listed.num_steps == num_steps
     assert len(listed.spans) == len(whole.prologue) + num_steps * len(whole.step) + len(whole.flush)
     reference = _every_step(whole, machine, num_steps)
-    found = {(span.part, span.step, span.instruction): (span.start_s, span.end_s) for span in listed.spans}
+    found = {(span.phase, span.step, span.instruction): (span.start_s, span.end_s) for span in listed.spans}
     assert found.keys() == reference.keys()
     for key, (start_s, end_s) in reference.items():
         assert found[key] == pytest.approx((start_s, end_s), rel=1e-9, abs=1e-12), key
@@ -181,7 +181,7 @@ def test_extrapolated_runs_equal_runs_that_list_every_step(whole, is_shared, num
 def _every_step(whole, machine, num_steps):
     """The same run with all its steps in the prologue, where nothing is ever extrapolated."""
     placed = StepGraph(whole, num_steps).listed
-    name = {item.index: f"{item.part}.{item.step}.{item.instruction.id}" for item in placed}
+    name = {item.index: f"{item.phase}.{item.step}.{item.instruction.id}" for item in placed}
     listed = [
         replace(
             item.instruction,
@@ -192,14 +192,14 @@ def _every_step(whole, machine, num_steps):
     ]
     timeline = simulate(program([], prologue=listed), machine, num_steps=0)
     spans = {span.instruction: (span.start_s, span.end_s) for span in timeline.spans}
-    return {(item.part, item.step, item.instruction.id): spans[name[item.index]] for item in placed}
+    return {(item.phase, item.step, item.instruction.id): spans[name[item.index]] for item in placed}
 
 
 @given(programs(), st.booleans())
 def test_streams_run_in_order_and_dependencies_are_kept(whole, is_shared):
     timeline = simulate(whole, shared(num_cores=1.0) if is_shared else unshared(), num_steps=4).expanded()
     graph = StepGraph(whole, 4)
-    spans = {Place(graph.position(span.part, span.step), span.instruction): span for span in timeline.spans}
+    spans = {Place(graph.position(span.phase, span.step), span.instruction): span for span in timeline.spans}
     for place, span in spans.items():
         ends = [spans[before].end_s for before in graph.predecessors(place)]
         # It starts as soon as it may: with the last end that it waits for.
@@ -283,8 +283,8 @@ def test_memory_is_taken_at_the_first_use_and_given_back_after_the_last():
     assert curve == [(0.0, 107), (1.0, 137), (2.0, 148), (3.0, 107), (4.0, 100)]
     peak = timeline.peak_memory(Space.DEVICE)
     assert (peak.size_bytes, peak.time_s) == (148, 2.0)
-    assert peak.parts == {"weights": 100, "perturbations": 30, "workspace": 11, "staging buffers": 7}
-    assert timeline.peak_memory(Space.HOST).parts == {"weights": 50}
+    assert peak.components == {"weights": 100, "perturbations": 30, "workspace": 11, "staging buffers": 7}
+    assert timeline.peak_memory(Space.HOST).components == {"weights": 50}
 
 
 def test_memory_of_a_long_run_peaks_as_that_of_a_short_one():

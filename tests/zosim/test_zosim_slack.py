@@ -26,7 +26,7 @@ from zosim.cli import app
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("load", [0.2, 0.7])
 def test_events_agree_with_the_closed_form(policy, load):
-    server = Server(0.005, 0.015, 1, 0.06, num_parts=4)
+    server = Server(0.005, 0.015, 1, 0.06, num_segments=4)
     rate = load / server.service_s(1)
     runs = [serve(server, poisson(rate, 400, seed), policy) for seed in range(8)]
     means, steps = ([getattr(run, name) for run in runs] for name in ("mean_s", "steps_per_hour"))
@@ -42,7 +42,7 @@ def test_events_agree_with_the_closed_form(policy, load):
 
 def test_waits_are_those_of_a_queue_by_hand():
     """Requests at 0, 10 and 13 ms, each 4 ms; probes of 6 ms, which begin whenever nobody waits."""
-    server, arrivals = Server(0, 4, 1, 6, num_parts=2), np.array([0.0, 10.0, 13.0])
+    server, arrivals = Server(0, 4, 1, 6, num_segments=2), np.array([0.0, 10.0, 13.0])
     # none: 0-4, 10-14, 14-18. whole: probe 4-10. parts: 4-7, 7-10. A request at an end comes first.
     assert serve(server, arrivals, "none").latencies_s.tolist() == [4, 4, 5]
     for policy in ("whole", "parts", "cancel"):
@@ -77,9 +77,9 @@ def queue_by_hand(server, arrivals, policy):
         elif policy == "cancel" and arrivals[taken] < now + server.probe_s:
             now, lost = arrivals[taken], lost + 1
         else:
-            now += server.probe_s / (server.num_parts if policy == "parts" else 1)
-            parts += 1 if policy == "parts" else server.num_parts
-    return latencies, parts // server.num_parts, lost
+            now += server.probe_s / (server.num_segments if policy == "parts" else 1)
+            parts += 1 if policy == "parts" else server.num_segments
+    return latencies, parts // server.num_segments, lost
 
 
 @given(
@@ -93,7 +93,7 @@ def queue_by_hand(server, arrivals, policy):
 def test_events_are_a_queue_written_out(gaps, batch, each, largest, parts, policy):
     """Whole numbers of seconds, so that what happens at one instant happens there in both."""
     server, arrivals = (
-        Server(batch, each, largest, 6.0 * parts, num_parts=parts),
+        Server(batch, each, largest, 6.0 * parts, num_segments=parts),
         np.cumsum(gaps, dtype=float),
     )
     served = serve(server, arrivals, policy)
@@ -124,7 +124,7 @@ def priority_queue_wait_s(rates, services, duration_s, seed):
 
 def test_the_closed_form_is_a_priority_queue_that_is_never_idle():
     """Probes that fill whatever requests leave are jobs of a lower class, at a load of all together that comes to 1."""
-    server, rate = Server(0.005, 0.015, 1, 0.24, num_parts=4), 20.0
+    server, rate = Server(0.005, 0.015, 1, 0.24, num_segments=4), 20.0
     load, part_s = rate * 0.02, 0.06
     rates, services = (rate, (1 - load) / part_s), (0.02, part_s)
     assert closed_mean_s(server, rate, "parts") - 0.02 == pytest.approx(cobham_wait_s(rates, services))
@@ -202,7 +202,9 @@ def test_what_cannot_be_served_is_refused():
 
 
 def test_the_command_says_which_policies_keep_the_objective():
-    arguments = "slack --request-ms 20 --probe-ms 200 --parts 20 --rate 10 --duration 60 --p99-ms 100 --json"
+    arguments = (
+        "slack --request-ms 20 --probe-ms 200 --segments 20 --rate 10 --duration 60 --p99-ms 100 --json"
+    )
     result = CliRunner().invoke(app, arguments.split())
     policies = {row["policy"]: row for row in json.loads(result.stdout)["policies"]}
     assert not policies["whole"]["within_objective"]

@@ -102,7 +102,9 @@ def test_each_stage_takes_its_own_memory():
         request("dgx-h100", split_options_of(MODEL, Split(split_points=("block.2",))))
     ).chosen.footprints.ranks
     weights = [
-        next(part.size_bytes for part in taken.parts if part.name == "weights" and part.where == "device")
+        next(
+            part.size_bytes for part in taken.components if part.name == "weights" and part.where == "device"
+        )
         for taken in ranks
     ]
     spec = read_model_spec(MODEL)

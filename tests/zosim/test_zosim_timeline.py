@@ -12,8 +12,8 @@ from zosim.simulators.simulate import simulate
 from zosim.timeline import MemorySample, Span, Timeline, merged
 
 
-def span(name, step, start_s, end_s, *, part="step", stream=Stream.COMPUTE, rank=0, label=None):
-    return Span(rank, part, step, name, stream, label or name, "block", start_s, end_s)
+def span(name, step, start_s, end_s, *, phase="step", stream=Stream.COMPUTE, rank=0, label=None):
+    return Span(rank, phase, step, name, stream, label or name, "block", start_s, end_s)
 
 
 def measured(*spans, num_steps=3, **fields):
@@ -21,7 +21,7 @@ def measured(*spans, num_steps=3, **fields):
 
 
 OVERLAPPING = (
-    span("load", 0, 1.0, 2.0, part="prologue", stream=Stream.H2D),
+    span("load", 0, 1.0, 2.0, phase="prologue", stream=Stream.H2D),
     span("work", 0, 2.0, 5.0),
     span("store", 0, 5.0, 6.0, stream=Stream.D2H),
     # The next step's work begins before this step's store is done.
@@ -29,7 +29,7 @@ OVERLAPPING = (
     span("store", 1, 8.0, 9.0, stream=Stream.D2H),
     span("work", 2, 8.0, 12.0),
     span("store", 2, 12.0, 14.0, stream=Stream.D2H),
-    span("end", 3, 14.0, 15.0, part="flush"),
+    span("end", 3, 14.0, 15.0, phase="flush"),
 )
 
 
@@ -83,7 +83,7 @@ def test_memory_changes_of_one_instant_count_together():
     )
     timeline = measured(memory=samples)
     peak = timeline.peak_memory(Space.DEVICE)
-    assert (peak.size_bytes, peak.time_s, peak.parts) == (160, 1.0, {"weights": 100, "workspace": 60})
+    assert (peak.size_bytes, peak.time_s, peak.components) == (160, 1.0, {"weights": 100, "workspace": 60})
     assert timeline.peak_memory(Space.HOST).size_bytes == 7
     assert timeline.peak_memory(Space.HOST, rank=1).size_bytes == 0
 

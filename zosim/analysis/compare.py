@@ -250,7 +250,7 @@ def slowest_rank(timeline: Timeline) -> int:
     last = timeline.periodic_steps[-1:]
     ends: dict[int, float] = {}
     for span in timeline.spans:
-        if span.part == "step" and span.step in last:
+        if span.phase == "step" and span.step in last:
             ends[span.rank] = max(span.end_s, ends.get(span.rank, span.end_s))
     if not ends:
         message = f"timeline of {timeline.program} holds no step"

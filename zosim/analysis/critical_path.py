@@ -209,7 +209,7 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
     graph = StepGraph(program, timeline.num_steps)
     periodic = set(timeline.periodic_steps)
     spans = _spans_by_place(timeline, graph, rank)
-    inside = {place: span for place, span in spans.items() if span.part == "step" and span.step in periodic}
+    inside = {place: span for place, span in spans.items() if span.phase == "step" and span.step in periodic}
     if not inside:
         message = f"timeline of {timeline.program} holds no step of rank {rank}"
         raise TimelineError(message, hint="simulate or run at least one step")
@@ -290,7 +290,7 @@ def _periodic_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
 
 def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Place, Span]:
     spans = {
-        Place(graph.position(span.part, span.step), span.instruction): span
+        Place(graph.position(span.phase, span.step), span.instruction): span
         for span in timeline.spans
         if span.rank == rank
     }
@@ -299,7 +299,7 @@ def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Pla
         raise TimelineError(message, hint=f"it has ranks {', '.join(map(str, timeline.ranks)) or 'none'}")
     for place, span in spans.items():
         if not graph.has(place):
-            message = f"the timeline has a span of {span.part}/{span.instruction}, which program "
+            message = f"the timeline has a span of {span.phase}/{span.instruction}, which program "
             message += f"{graph.program.name} does not have"
             raise TimelineError(message, hint="give the program that the timeline belongs to")
     return spans
@@ -308,7 +308,7 @@ def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Pla
 def _latest(spans: dict[Place, Span], timeline: Timeline, rank: int, step: int | None = None) -> Place:
     """Return the place that ends last, in the run or in one of its steps."""
     chosen = [
-        item for item in spans.items() if step is None or (item[1].part == "step" and item[1].step == step)
+        item for item in spans.items() if step is None or (item[1].phase == "step" and item[1].step == step)
     ]
     if not chosen:
         message = f"timeline of {timeline.program} has no spans of rank {rank} in step {step}"

@@ -16,7 +16,7 @@ import numpy as np
 from costmodel.rates.profile import Bound
 from zosim.hardware.machine import Machine
 from zosim.program import Program
-from zosim.program.instructions import Part
+from zosim.program.instructions import Phase
 from zosim.simulators.maxplus import MaxPlus
 from zosim.simulators.periodic import PeriodDetector
 from zosim.simulators.run_graph import Member, RunGraph
@@ -96,25 +96,25 @@ class Recurrence:
         self.graph = RunGraph(world, num_steps)
         self._run: MaxPlus[float] = MaxPlus(0.0, max)
         self._seconds = {
-            part: [max(self._alone_s(part, member) for member in members) for members in nodes]
-            for part, nodes in self.graph.members.items()
+            phase: [max(self._alone_s(phase, member) for member in members) for members in nodes]
+            for phase, nodes in self.graph.members.items()
         }
 
     def advance(self) -> dict[tuple[int, str], tuple[float, float]]:
         """Evaluate the next position and return start and end of its instructions, by rank and id."""
         position = len(self._run.ends)
-        part, nodes = self.graph.graphs[0].part(position), self.graph.nodes(position)
-        ends = self._run.advance(nodes, [self._seconds[part][number] for number, _ in nodes])
+        phase, nodes = self.graph.graphs[0].phase(position), self.graph.nodes(position)
+        ends = self._run.advance(nodes, [self._seconds[phase][number] for number, _ in nodes])
         starts = self._run.starts[-1]
         # The host's own nodes are no instructions.
         return {
             (rank, ids[own]): (starts[number], end_s)
             for number, end_s in ends.items()
-            for rank, own in self.graph.members[part][number]
-            if own < len(ids := self.graph.graphs[rank].ids[part])
+            for rank, own in self.graph.members[phase][number]
+            if own < len(ids := self.graph.graphs[rank].ids[phase])
         }
 
-    def _alone_s(self, part: Part, member: Member) -> float:
+    def _alone_s(self, phase: Phase, member: Member) -> float:
         rank, number = member
-        template, ids = self.graph.world.template(rank), self.graph.graphs[rank].ids[part]
-        return template.activities[part, ids[number]].seconds if number < len(ids) else template.step_s
+        template, ids = self.graph.world.template(rank), self.graph.graphs[rank].ids[phase]
+        return template.activities[phase, ids[number]].seconds if number < len(ids) else template.step_s

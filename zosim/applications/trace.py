@@ -185,7 +185,7 @@ def _args(span: Span, correlation: int) -> dict[str, Any]:
         "stream": STREAM_THREADS[span.stream],
         "correlation": correlation,
         "instruction": span.instruction,
-        "part": span.part,
+        "phase": span.phase,
         "step": span.step,
         "limiter": span.limiter,
     }
@@ -207,14 +207,14 @@ def _memory(timeline: Timeline, rank: int) -> Iterator[Event]:
 def _arrows(timeline: Timeline, program: Program, rank: int) -> Iterator[Event]:
     graph = StepGraph(program, timeline.num_steps)
     spans = {
-        Place(graph.position(span.part, span.step), span.instruction): span
+        Place(graph.position(span.phase, span.step), span.instruction): span
         for span in timeline.spans
         if span.rank == rank
     }
     number = 0
     for place, target in spans.items():
         if not graph.has(place):
-            message = f"program {program.name} has no {target.part}/{target.instruction}"
+            message = f"program {program.name} has no {target.phase}/{target.instruction}"
             raise TimelineError(message, hint="give the program that the timeline belongs to")
         for before in graph.waits_for(place):
             source = spans.get(before)

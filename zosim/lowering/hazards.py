@@ -127,7 +127,7 @@ def without_implied(program: Program) -> Program:
         if item.step >= 1:
             needed = {run.listed[index].instruction.id for index in run.needed(item)}
             after = tuple(edge for edge in item.instruction.after if edge.group or edge.instruction in needed)
-            kept[item.part, item.instruction.id] = after
+            kept[item.phase, item.instruction.id] = after
     return replace(
         program,
         step=tuple(replace(i, after=kept["step", i.id]) for i in program.step),

@@ -4,7 +4,7 @@ Examples
 --------
 Two ranks of one host, each with 8 bytes of its own there and 64 that both share, take 80 of it:
 
->>> parts = (MemoryPart("rng", 8, "host"), MemoryPart("weights", 64, "host"))
+>>> parts = (MemoryComponent("rng", 8, "host"), MemoryComponent("weights", 64, "host"))
 >>> rank = Footprint(parts, shared=parts[1:])
 >>> HostFootprint.of("host0", (0, 1), (rank, rank)).size_bytes
 80
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory import MemoryPart, pinned_bytes, runtime_parts, total_bytes
+from costmodel.memory import MemoryComponent, pinned_bytes, runtime_components, total_bytes
 from costmodel.rates.profile import Bound, Profile
 from topology.units import format_bytes, format_seconds
 from zosim.program import Program
@@ -35,31 +35,31 @@ class Footprint:
 
     Attributes
     ----------
-    parts : tuple of MemoryPart
+    components : tuple of MemoryComponent
         Buffers by role, the largest workspace of any instruction, and what the runtime takes.
-    shared : tuple of MemoryPart
+    shared : tuple of MemoryComponent
         Those of the host's parts that all ranks of the host have in common.
     is_cpu : bool
         Whether the device is a CPU, whose memory is the host's.
     """
 
-    parts: tuple[MemoryPart, ...]
-    shared: tuple[MemoryPart, ...] = ()
+    components: tuple[MemoryComponent, ...]
+    shared: tuple[MemoryComponent, ...] = ()
     is_cpu: bool = False
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device."""
-        return total_bytes(self.parts, "device")
+        return total_bytes(self.components, "device")
 
     @property
     def host_bytes(self) -> int:
         """Bytes on the host, what is shared included."""
-        return total_bytes(self.parts, "host")
+        return total_bytes(self.components, "host")
 
     def describe(self) -> str:
         """Return the parts on the device in words, the largest first."""
-        return describe_parts(part for part in self.parts if part.where == "device")
+        return describe_components(component for component in self.components if component.where == "device")
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class HostFootprint:
     host : str
         Its node, or nothing where the plan does not name hosts.
     ranks : tuple of int
-    parts : tuple of MemoryPart
+    components : tuple of MemoryComponent
         Buffers by role, those that ranks share counted once; where the devices are CPUs, their memory too.
     """
 
     host: str
     ranks: tuple[int, ...]
-    parts: tuple[MemoryPart, ...]
+    components: tuple[MemoryComponent, ...]
 
     @classmethod
     def of(cls, host: str, ranks: Sequence[int], taken: Sequence[Footprint]) -> HostFootprint:
@@ -87,24 +87,24 @@ class HostFootprint:
         once: dict[str, int] = {}
         for one, count in Counter(taken).items():
             # Ranks of a kind take the same; what they share they take once.
-            shared = {part.name: part.size_bytes for part in one.shared}
-            for part in one.parts:
-                if part.where == "host":
-                    sizes[part.name] += count * (part.size_bytes - shared.get(part.name, 0))
+            shared = {component.name: component.size_bytes for component in one.shared}
+            for component in one.components:
+                if component.where == "host":
+                    sizes[component.name] += count * (component.size_bytes - shared.get(component.name, 0))
             once |= {name: max(size, once.get(name, 0)) for name, size in shared.items()}
             arenas += count * one.device_bytes if one.is_cpu else 0
-        parts = [MemoryPart(name, size + once.get(name, 0), "host") for name, size in sizes.items()]
-        parts += [MemoryPart(ARENAS, arenas, "host")] if arenas else []
-        return cls(host, tuple(ranks), tuple(parts))
+        components = [MemoryComponent(name, size + once.get(name, 0), "host") for name, size in sizes.items()]
+        components += [MemoryComponent(ARENAS, arenas, "host")] if arenas else []
+        return cls(host, tuple(ranks), tuple(components))
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all parts."""
-        return total_bytes(self.parts, "host")
+        return total_bytes(self.components, "host")
 
     def describe(self) -> str:
         """Return the parts in words, the largest first."""
-        return describe_parts(self.parts)
+        return describe_components(self.components)
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,14 @@ class Footprints:
         return max(self.hosts, key=lambda host: (host.size_bytes, -host.ranks[0]))
 
 
-def describe_parts(parts: Iterable[MemoryPart]) -> str:
+def describe_components(components: Iterable[MemoryComponent]) -> str:
     """Return parts in words, the largest first."""
-    listed = sorted(parts, key=lambda part: -part.size_bytes)
-    return ", ".join(f"{part.name} {format_bytes(part.size_bytes)}" for part in listed if part.size_bytes)
+    listed = sorted(components, key=lambda component: -component.size_bytes)
+    return ", ".join(
+        f"{component.name} {format_bytes(component.size_bytes)}"
+        for component in listed
+        if component.size_bytes
+    )
 
 
 def footprint(program: Program, profile: Profile, bound: Bound = "central") -> Footprint:
@@ -160,14 +164,14 @@ def footprint_of(
     buffers: Sequence[Buffer], workspace_bytes: int, profile: Profile, bound: Bound = "central"
 ) -> Footprint:
     """Return the memory of a rank with these buffers, as :func:`footprint` does."""
-    parts = [*_parts_by_role(buffers), MemoryPart(WORKSPACE, workspace_bytes, "device")]
+    components = [*_components_by_role(buffers), MemoryComponent(WORKSPACE, workspace_bytes, "device")]
     # What comes and goes leaves gaps behind, which the runtime's slack counts.
     moving = workspace_bytes + sum(
         buffer.size_bytes for buffer in buffers if buffer.dynamic and buffer.space is Space.DEVICE
     )
     return Footprint(
-        (*parts, *runtime_parts(profile, moving, bound)),
-        tuple(_parts_by_role(buffer for buffer in buffers if buffer.shared)),
+        (*components, *runtime_components(profile, moving, bound)),
+        tuple(_components_by_role(buffer for buffer in buffers if buffer.shared)),
         profile.device_type == "cpu",
     )
 
@@ -188,13 +192,13 @@ def footprints(ranks: Sequence[Footprint], hosts: Mapping[str, Sequence[int]]) -
     return Footprints(tuple(ranks), tuple(of_hosts))
 
 
-def _parts_by_role(buffers: Iterable[Buffer]) -> Iterator[MemoryPart]:
+def _components_by_role(buffers: Iterable[Buffer]) -> Iterator[MemoryComponent]:
     sizes: dict[tuple[str, Space], int] = {}
     for buffer in buffers:
         key = (buffer.role, buffer.space)
         sizes[key] = sizes.get(key, 0) + buffer.size_bytes
     for (role, space), size in sizes.items():
-        yield MemoryPart(role, size, "device" if space is Space.DEVICE else "host")
+        yield MemoryComponent(role, size, "device" if space is Space.DEVICE else "host")
 
 
 def pinned_by(program: Program) -> int:

@@ -176,7 +176,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "device_bytes": prediction.footprints.largest.device_bytes,
         "host_bytes": prediction.footprints.fullest.size_bytes,
         "pinning": None if prediction.pinning is None else prediction.pinning._asdict(),
-        "memory_parts": list(prediction.footprints.largest.parts),
+        "memory_parts": list(prediction.footprints.largest.components),
         "seconds_by_label": dict(prediction.seconds_by_label),
         "profile_origin": prediction.profile_origin,
         "disturbed_share": prediction.disturbed_share,
@@ -186,7 +186,12 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "shared": list(prediction.contention),
         "ranks": [{"device_bytes": taken.device_bytes} for taken in prediction.footprints.ranks],
         "hosts": [
-            {"host": host.host, "ranks": host.ranks, "host_bytes": host.size_bytes, "parts": host.parts}
+            {
+                "host": host.host,
+                "ranks": host.ranks,
+                "host_bytes": host.size_bytes,
+                "components": host.components,
+            }
             for host in prediction.footprints.hosts
         ],
     }

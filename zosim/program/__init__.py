@@ -24,7 +24,7 @@ from topology.errors import ProgramError
 from topology.renamed import with_present_names
 from topology.validation import readable
 from zosim.documents import Document, DocumentType, json_by_lines
-from zosim.program.instructions import PARTS, Access, Buffer, Instruction, Part
+from zosim.program.instructions import PHASES, Access, Buffer, Instruction, Phase
 
 PROGRAM_VERSION: Literal[2] = 2
 RENAMED: Mapping[str, str] = {
@@ -114,17 +114,17 @@ class Program(Document):
                 hint="declare it under `buffers`, or correct the name",
             ) from None
 
-    def instructions(self) -> Iterator[tuple[Part, Instruction]]:
+    def instructions(self) -> Iterator[tuple[Phase, Instruction]]:
         """Yield every instruction once, with the part that it stands in."""
-        for part in PARTS:
-            for instruction in getattr(self, part):
-                yield part, instruction
+        for phase in PHASES:
+            for instruction in getattr(self, phase):
+                yield phase, instruction
 
     def to_data(self) -> dict[str, Any]:
         """Return the program as what JSON can hold."""
         data = {"version": PROGRAM_VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
-        for part in PARTS:
-            for instruction, written in zip(getattr(self, part), data.get(part, ()), strict=False):
+        for phase in PHASES:
+            for instruction, written in zip(getattr(self, phase), data.get(phase, ()), strict=False):
                 written["op"] = {"kind": instruction.op.kind, **written["op"]}
         return data
 

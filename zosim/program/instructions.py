@@ -173,6 +173,6 @@ class Instruction:
     work: Work = field(default_factory=Work)
 
 
-Part = Literal["prologue", "step", "flush"]
-PARTS: tuple[Part, ...] = ("prologue", "step", "flush")
+Phase = Literal["prologue", "step", "flush"]
+PHASES: tuple[Phase, ...] = ("prologue", "step", "flush")
 """The parts of a program, in the order in which they run."""

@@ -82,7 +82,7 @@ class Side:
     @cached_property
     def index(self) -> dict[tuple[str, int, str], int]:
         """Position of every instruction by part, step and id."""
-        return {(item.part, item.step, item.instruction.id): item.index for item in self.run.listed}
+        return {(item.phase, item.step, item.instruction.id): item.index for item in self.run.listed}
 
     @cached_property
     def streams(self) -> dict[Stream, list[Listed]]:
@@ -250,7 +250,7 @@ class Joint:
         """Return the position on the other side of what stands at `index` on this one."""
         wanted = self._sides[number].run.listed[index]
         try:
-            return self._sides[1 - number].index[wanted.part, wanted.step, wanted.instruction.id]
+            return self._sides[1 - number].index[wanted.phase, wanted.step, wanted.instruction.id]
         except KeyError:
             message = (
                 f"rank {self._pair.ranks[number]} waits for {name_of(wanted)} on rank "

@@ -1,11 +1,11 @@
 """Who waits for whom in a run: the one graph that simulators, the closed form, the critical path and traces ask.
 
 A run is a sequence of *positions*: 0 is the prologue, 1 the first step, one past the last step the flush. Its nodes are the
-instructions of the part at each position, and an edge reaches back by a number of positions: a stream runs in order, and an
+instructions of the phase at each position, and an edge reaches back by a number of positions: a stream runs in order, and an
 instruction waits for what it is ``after``. Steps that reach back to steps alone are alike and share one table, so a run of ten thousand
 steps costs no more than its first few.
 
-Simulators on arrays ask by number, a thousand times for each rank: edges are ``(positions before, number in the part)``. Whoever walks the
+Simulators on arrays ask by number, a thousand times for each rank: edges are ``(positions before, number in the phase)``. Whoever walks the
 graph by name asks for the :class:`Place` of an instruction. Whoever asks what has finished when something starts lists a short run as a
 whole (:attr:`StepGraph.listed`, :meth:`StepGraph.ordered`).
 
@@ -51,20 +51,20 @@ from typing import NamedTuple
 
 from topology.errors import ProgramError
 from zosim.program import Program
-from zosim.program.instructions import PARTS, Dependency, Instruction, Part, Stream
+from zosim.program.instructions import PHASES, Dependency, Instruction, Phase, Stream
 from zosim.program.operations import Collective, Recv, Send
 
 _STREAM_NUMBERS = {stream: number for number, stream in enumerate(Stream)}
 
 Edge = tuple[int, int]
-"""Positions before (or after), and the number of an instruction in its part."""
+"""Positions before (or after), and the number of an instruction in its phase."""
 
 PeerEdge = tuple[str, int, str]
 """A group, positions before, and the id of an instruction that runs on its other members."""
 
 
 class Place(NamedTuple):
-    """An instruction of a run: the position of its part, and its id."""
+    """An instruction of a run: the position of its phase, and its id."""
 
     position: int
     instruction: str
@@ -78,7 +78,7 @@ class Listed:
     ----------
     index : int
         Its place in the list.
-    part : str
+    phase : str
     step : int
         Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
     instruction : Instruction
@@ -89,7 +89,7 @@ class Listed:
     """
 
     index: int
-    part: Part
+    phase: Phase
     step: int
     instruction: Instruction
     after: tuple[int, ...]
@@ -105,7 +105,7 @@ class Rendezvous(NamedTuple):
     offset : int
         Of a message, the receiver's place in the group less the sender's; 0 for a collective, in which all meet.
     number : int
-        How many such there are before it in its part; ranks meet at those of equal numbers.
+        How many such there are before it in its phase; ranks meet at those of equal numbers.
     sends : bool
         Whether this side sends.
     """
@@ -125,7 +125,7 @@ class Watcher(NamedTuple):
     """An instruction that waits for one on the other members of a group."""
 
     group: str
-    part: Part
+    phase: Phase
     distance: int
     number: int
 
@@ -180,17 +180,17 @@ class StepGraph:
     Raises
     ------
     ProgramError
-        If an id stands twice in a part, or a dependency names no instruction.
+        If an id stands twice in a phase, or a dependency names no instruction.
     """
 
     def __init__(self, program: Program, num_steps: int, *, host_takes_time: bool = False) -> None:
         self.program = program
         self.num_steps = num_steps
-        self.ids: dict[Part, list[str]] = {
-            part: [item.id for item in getattr(program, part)] for part in PARTS
+        self.ids: dict[Phase, list[str]] = {
+            phase: [item.id for item in getattr(program, phase)] for phase in PHASES
         }
         self.number = {
-            part: {name: number for number, name in enumerate(ids)} for part, ids in self.ids.items()
+            phase: {name: number for number, name in enumerate(ids)} for phase, ids in self.ids.items()
         }
         self.host_opens = self.opener is not None and host_takes_time and num_steps > 0
         self._before: dict[int, tuple[tuple[Edge, ...], ...]] = {}
@@ -206,7 +206,7 @@ class StepGraph:
         distances = (edge.distance for _, item in self.program.instructions() for edge in item.after)
         return max(distances, default=1) or 1
 
-    def part(self, position: int) -> Part:
+    def phase(self, position: int) -> Phase:
         """Part that stands at a position."""
         if position == 0:
             return "prologue"
@@ -216,19 +216,19 @@ class StepGraph:
         """Step number under which a position's spans are reported."""
         return max(position - 1, 0)
 
-    def position(self, part: Part, step: int) -> int:
-        """Position of a part; `step` counts only for steps."""
-        return {"prologue": 0, "step": step + 1, "flush": self.num_steps + 1}[part]
+    def position(self, phase: Phase, step: int) -> int:
+        """Position of a phase; `step` counts only for steps."""
+        return {"prologue": 0, "step": step + 1, "flush": self.num_steps + 1}[phase]
 
     def instructions(self, position: int) -> tuple[Instruction, ...]:
-        """Instructions of the part at a position, in order."""
-        listed: tuple[Instruction, ...] = getattr(self.program, self.part(position))
+        """Instructions of the phase at a position, in order."""
+        listed: tuple[Instruction, ...] = getattr(self.program, self.phase(position))
         return listed
 
     def num_nodes(self, position: int) -> int:
         """Return how many nodes there are at a position, the host's included."""
-        part = self.part(position)
-        return len(self.ids[part]) + (part == "step" and self.host_opens)
+        phase = self.phase(position)
+        return len(self.ids[phase]) + (phase == "step" and self.host_opens)
 
     # -- by number ---------------------------------------------------------------------------------------------
 
@@ -267,14 +267,14 @@ class StepGraph:
 
     def follows(self, position: int, number: int) -> Edge | None:
         """Return the node just before this one on its stream, None for the first."""
-        part = self.part(position)
-        same_part = self._before_on_stream[part][number]
-        if same_part is not None:
-            return 0, same_part
+        phase = self.phase(position)
+        same_phase = self._before_on_stream[phase][number]
+        if same_phase is not None:
+            return 0, same_phase
         stream = self.instructions(position)[number].stream
-        # A part without instructions on the stream is passed over: behind the part before there is the prologue.
+        # A phase without instructions on the stream is passed over: behind the part before there is the prologue.
         for there in (position - 1, 0):
-            last = self._last_on_stream[self.part(there)].get(stream) if 0 <= there < position else None
+            last = self._last_on_stream[self.phase(there)].get(stream) if 0 <= there < position else None
             if last is not None:
                 return position - there, last
         return None
@@ -286,15 +286,15 @@ class StepGraph:
         """Whether there is what a node waits for; the first step need not find "the step before" in the prologue."""
         there = position - distance
         return there > 0 or (
-            there == 0 and (self.part(position) != "step" or instruction in self.number["prologue"])
+            there == 0 and (self.phase(position) != "step" or instruction in self.number["prologue"])
         )
 
     def _nodes_before(self, position: int) -> Iterator[tuple[Edge, ...]]:
-        opens = self.host_opens and self.part(position) == "step"
+        opens = self.host_opens and self.phase(position) == "step"
         for number, item in enumerate(self.instructions(position)):
             follows = (0, self.host) if opens and number == self.opener else self.follows(position, number)
             named = (
-                (edge.distance, self.number[self.part(position - edge.distance)][edge.instruction])
+                (edge.distance, self.number[self.phase(position - edge.distance)][edge.instruction])
                 for edge in item.after
                 if not edge.group and self._is_in_run(position, edge.distance, edge.instruction)
             )
@@ -327,19 +327,19 @@ class StepGraph:
         return after
 
     @cached_property
-    def _before_on_stream(self) -> dict[Part, list[int | None]]:
-        before: dict[Part, list[int | None]] = {part: [] for part in PARTS}
-        for part in PARTS:
+    def _before_on_stream(self) -> dict[Phase, list[int | None]]:
+        before: dict[Phase, list[int | None]] = {phase: [] for phase in PHASES}
+        for phase in PHASES:
             latest: dict[Stream, int] = {}
-            for number, item in enumerate(getattr(self.program, part)):
-                before[part].append(latest.get(item.stream))
+            for number, item in enumerate(getattr(self.program, phase)):
+                before[phase].append(latest.get(item.stream))
                 latest[item.stream] = number
         return before
 
     @cached_property
-    def _last_on_stream(self) -> dict[Part, dict[Stream, int]]:
+    def _last_on_stream(self) -> dict[Phase, dict[Stream, int]]:
         return {
-            part: {item.stream: n for n, item in enumerate(getattr(self.program, part))} for part in PARTS
+            phase: {item.stream: n for n, item in enumerate(getattr(self.program, phase))} for phase in PHASES
         }
 
     @cached_property
@@ -417,7 +417,7 @@ class StepGraph:
                 if any(index >= len(listed) for index in own):
                     raise self._waits_ahead(position, item)
                 step = self.step(position)
-                listed.append(Listed(len(listed), self.part(position), step, item, own, peers))
+                listed.append(Listed(len(listed), self.phase(position), step, item, own, peers))
         return tuple(listed)
 
     def ordered(self, earlier: int, later: int) -> bool:
@@ -458,32 +458,32 @@ class StepGraph:
         return clocks
 
     def _waits_ahead(self, position: int, item: Instruction) -> ProgramError:
-        ids = self.ids[self.part(position)]
+        ids = self.ids[self.phase(position)]
         here = (edge.instruction for edge in item.after if edge.distance == 0 and not edge.group)
         ahead = next(name for name in here if ids.index(name) >= ids.index(item.id))
         return ProgramError(
-            f"program {self.program.name}: {self.part(position)}/{item.id} waits for {ahead}, which is listed after it",
+            f"program {self.program.name}: {self.phase(position)}/{item.id} waits for {ahead}, which is listed after it",
             hint="list instructions in an order that respects their dependencies",
         )
 
     def _refuse_what_names_nothing(self) -> None:
-        for part, ids in self.ids.items():
-            if len(self.number[part]) < len(ids):
+        for phase, ids in self.ids.items():
+            if len(self.number[phase]) < len(ids):
                 twice = next(name for name in ids if ids.count(name) > 1)
                 raise ProgramError(
-                    f"program {self.program.name}: instruction {twice!r} is listed twice in {part}"
+                    f"program {self.program.name}: instruction {twice!r} is listed twice in {phase}"
                 )
         # Deeper positions only repeat what these name.
         for position in (*range(min(self.num_steps, self.max_distance + 1) + 1), self.num_steps + 1):
             for item in self.instructions(position):
                 for edge in item.after:
-                    is_known = edge.instruction in self.number[self.part(position - edge.distance)]
+                    is_known = edge.instruction in self.number[self.phase(position - edge.distance)]
                     if not is_known and self._is_in_run(position, edge.distance, edge.instruction):
                         raise self._names_nothing(position, item, edge)
 
     def _names_nothing(self, position: int, item: Instruction, edge: Dependency) -> ProgramError:
         return ProgramError(
-            f"program {self.program.name}: {self.part(position)}/{item.id} waits for "
+            f"program {self.program.name}: {self.phase(position)}/{item.id} waits for "
             f"{edge.instruction!r} (distance {edge.distance}), which does not exist",
             hint="name an instruction of the same phase, or of the previous step with distance 1",
         )
@@ -494,25 +494,25 @@ class StepGraph:
     def watchers(self) -> dict[str, list[Watcher]]:
         """By the id of a peer's instruction, who waits for it."""
         watchers: dict[str, dict[Watcher, None]] = defaultdict(dict)
-        for part in PARTS:
-            for number, item in enumerate(getattr(self.program, part)):
+        for phase in PHASES:
+            for number, item in enumerate(getattr(self.program, phase)):
                 for edge in item.after:
                     if edge.group:
-                        watchers[edge.instruction][Watcher(edge.group, part, edge.distance, number)] = None
+                        watchers[edge.instruction][Watcher(edge.group, phase, edge.distance, number)] = None
         return {instruction: list(listed) for instruction, listed in watchers.items()}
 
     @cached_property
-    def rendezvous_of(self) -> dict[Part, list[Rendezvous | None]]:
-        """Per part, where each node meets those of other ranks; the host's meets nobody."""
-        rendezvous_numbers: dict[Part, list[Rendezvous | None]] = {part: [] for part in PARTS}
-        for part in PARTS:
+    def rendezvous_of(self) -> dict[Phase, list[Rendezvous | None]]:
+        """Per phase, where each node meets those of other ranks; the host's meets nobody."""
+        rendezvous_numbers: dict[Phase, list[Rendezvous | None]] = {phase: [] for phase in PHASES}
+        for phase in PHASES:
             counts: dict[Channel, int] = defaultdict(int)
-            for item in getattr(self.program, part):
+            for item in getattr(self.program, phase):
                 channel = channel_of(item)
                 if channel is None:
-                    rendezvous_numbers[part].append(None)
+                    rendezvous_numbers[phase].append(None)
                     continue
-                rendezvous_numbers[part].append(
+                rendezvous_numbers[phase].append(
                     Rendezvous(channel.group, channel.offset, counts[channel], channel.sends)
                 )
                 counts[channel] += 1
@@ -520,11 +520,11 @@ class StepGraph:
         return rendezvous_numbers
 
     @cached_property
-    def rendezvous_numbers(self) -> dict[Part, dict[Rendezvous, int]]:
-        """Per part, the instruction of each collective or message."""
+    def rendezvous_numbers(self) -> dict[Phase, dict[Rendezvous, int]]:
+        """Per phase, the instruction of each collective or message."""
         return {
-            part: {rendezvous: number for number, rendezvous in enumerate(met) if rendezvous is not None}
-            for part, met in self.rendezvous_of.items()
+            phase: {rendezvous: number for number, rendezvous in enumerate(met) if rendezvous is not None}
+            for phase, met in self.rendezvous_of.items()
         }
 
     # -- by name -----------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ class StepGraph:
     def has(self, place: Place) -> bool:
         """Whether the run has an instruction at a place."""
         in_run = 0 <= place.position <= self.num_steps + 1
-        return in_run and place.instruction in self.number[self.part(place.position)]
+        return in_run and place.instruction in self.number[self.phase(place.position)]
 
     def instruction(self, place: Place) -> Instruction:
         """Return the instruction at a place."""
@@ -540,11 +540,11 @@ class StepGraph:
 
     def rendezvous(self, place: Place) -> Rendezvous | None:
         """Return where an instruction meets those of other ranks, None if it is neither collective nor message."""
-        return self.rendezvous_of[self.part(place.position)][self._number_of(place)]
+        return self.rendezvous_of[self.phase(place.position)][self._number_of(place)]
 
     def opens_step(self, place: Place) -> bool:
         """Whether a place is the first computation of a step, which the host prepares."""
-        return self.part(place.position) == "step" and self._number_of(place) == self.opener
+        return self.phase(place.position) == "step" and self._number_of(place) == self.opener
 
     def predecessors(self, place: Place) -> tuple[Place, ...]:
         """All of this rank that must finish before an instruction starts: its stream's predecessor first."""
@@ -575,8 +575,8 @@ class StepGraph:
         return None if edge is None else self._place(place.position, edge)
 
     def _number_of(self, place: Place) -> int:
-        return self.number[self.part(place.position)][place.instruction]
+        return self.number[self.phase(place.position)][place.instruction]
 
     def _place(self, position: int, edge: Edge) -> Place:
         there = position - edge[0]
-        return Place(there, self.ids[self.part(there)][edge[1]])
+        return Place(there, self.ids[self.phase(there)][edge[1]])

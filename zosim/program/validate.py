@@ -285,4 +285,4 @@ def _show(access: Access, step: int) -> str:
 
 def name_of(item: Listed) -> str:
     """Return an instruction of a run in words."""
-    return f"{item.part}[{item.step}]/{item.instruction.id}"
+    return f"{item.phase}[{item.step}]/{item.instruction.id}"

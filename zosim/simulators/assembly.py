@@ -114,7 +114,7 @@ def _assembled(
             span.end_s
             for spans in spans_by_rank.values()
             for span in spans
-            if cycle is not None and (span.part, span.step) == ("step", cycle.first_omitted_step - 1)
+            if cycle is not None and (span.phase, span.step) == ("step", cycle.first_omitted_step - 1)
         ),
         default=0.0,
     )
@@ -138,9 +138,9 @@ def _later(span: Span, repeat: Repeat | None, periodic_s: float) -> Span:
     """Return a span where it belongs when the omitted steps are put in before it."""
     if repeat is None or repeat.num_rounds == 0:
         return span
-    if span.part == "flush":
+    if span.phase == "flush":
         return span.shifted(repeat.omitted_s if span.start_s >= periodic_s else 0.0, repeat.num_omitted_steps)
-    comes_after = span.part == "step" and span.step >= repeat.first_omitted_step
+    comes_after = span.phase == "step" and span.step >= repeat.first_omitted_step
     return span.shifted(repeat.omitted_s, repeat.num_omitted_steps) if comes_after else span
 
 
@@ -172,7 +172,7 @@ def memory_samples(
     # A span names its instruction; what that touches stands in the program.
     graph = StepGraph(program, num_steps)
     listed = [
-        (span, graph.instruction(Place(graph.position(span.part, span.step), span.instruction)))
+        (span, graph.instruction(Place(graph.position(span.phase, span.step), span.instruction)))
         for span in spans
     ]
     begin_s = min((span.start_s for span, _ in listed), default=0.0)
@@ -202,7 +202,7 @@ def _dynamic(program: Program, listed: list[tuple[Span, Instruction]]) -> Iterat
         for name in {access.buffer for access in (*instruction.reads, *instruction.writes)}:
             if program.buffer(name).dynamic:
                 # A part of its own each time: what a dynamic buffer holds never outlives a step.
-                key = name, span.part, span.step
+                key = name, span.phase, span.step
                 first_s, last_s = uses.get(key, (span.start_s, span.end_s))
                 uses[key] = min(first_s, span.start_s), max(last_s, span.end_s)
     for (name, _, _), (first_s, last_s) in uses.items():

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from topology.errors import ProgramError
-from zosim.program.instructions import PARTS, Part, Stream
+from zosim.program.instructions import PHASES, Phase, Stream
 from zosim.program.step_graph import Rendezvous, StepGraph
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
 from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
@@ -108,10 +108,10 @@ class Kind:
         self.template = template
         self.graph = StepGraph(template.program, num_steps, host_takes_time=template.step_s > 0)
         own = [dict(zip(template.resources, world.resources[rank], strict=True)) for rank in ranks]
-        self.streams: dict[Part, list[int]] = {}
-        self.seconds: dict[Part, list[float]] = {}
-        self.classes: dict[Part, list[int]] = {}
-        for part in PARTS:
+        self.streams: dict[Phase, list[int]] = {}
+        self.seconds: dict[Phase, list[float]] = {}
+        self.classes: dict[Phase, list[int]] = {}
+        for part in PHASES:
             listed = getattr(template.program, part)
             activities = [template.activities[part, item.id] for item in listed]
             self.streams[part] = [STREAM_NUMBER[item.stream] for item in listed]
@@ -246,7 +246,7 @@ class Lockstep:
             # Ends that differ by rounding alone are one instant.
             rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
             for (kind, position, number), cols in self._grouped(rows):
-                rendezvous = kind.graph.rendezvous_of[kind.graph.part(position)][number]
+                rendezvous = kind.graph.rendezvous_of[kind.graph.phase(position)][number]
                 if rendezvous is None:
                     self._end(kind, position, number, cols, now_s)
                 else:  # wait for the others' flows
@@ -293,7 +293,7 @@ class Lockstep:
         while self._ready:
             ready, self._ready = self._ready, []
             for kind, position, number, cols in ready:
-                rendezvous = kind.graph.rendezvous_of[kind.graph.part(position)][number]
+                rendezvous = kind.graph.rendezvous_of[kind.graph.phase(position)][number]
                 if rendezvous is None:
                     self._start(kind, position, number, cols, now_s)
                 else:
@@ -301,7 +301,7 @@ class Lockstep:
                         self._start(other, position, there, who, now_s)
 
     def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part, times = kind.graph.part(position), kind.times[position]
+        part, times = kind.graph.phase(position), kind.times[position]
         seconds = kind.seconds[part][number]
         if part == "step" and number in kind.chains:
             chain, offsets = kind.chains[number]
@@ -339,7 +339,7 @@ class Lockstep:
         there += arrived
         if not complete.any():
             return
-        part = kind.graph.part(position)
+        part = kind.graph.phase(position)
         for other in self._kinds:
             for sends, indices in participants.of.items():
                 own = other.graph.rendezvous_numbers[part].get(rendezvous._replace(sends=sends))
@@ -367,7 +367,7 @@ class Lockstep:
             yield batch, ranks[begin:end] - batch[0].first
 
     def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part, num_ended = kind.graph.part(position), len(cols)
+        part, num_ended = kind.graph.phase(position), len(cols)
         if part == "step" and number in kind.chains:
             chain, _ = kind.chains[number]
             number, num_ended = int(chain[-1, 0]), len(chain) * len(cols)
@@ -409,7 +409,7 @@ class Lockstep:
                 if own.size:
                     for wanted, part, distance, number in other.graph.watchers.get(name, ()):
                         need, target = (group, distance, name), position + distance
-                        is_there = target <= self.num_steps + 1 and other.graph.part(target) == part
+                        is_there = target <= self.num_steps + 1 and other.graph.phase(target) == part
                         if wanted == group and is_there and need in other.graph.peers(target)[number]:
                             self._take_need(other, target, number, own)
 
@@ -459,7 +459,7 @@ class Lockstep:
                         self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
 
     def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
-        part, step = kind.graph.part(position), kind.graph.step(position)
+        part, step = kind.graph.phase(position), kind.graph.step(position)
         starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
         for item, start_s, end_s in zip(getattr(kind.template.program, part), starts, ends, strict=False):
             limiter = kind.template.activities[part, item.id].limiter

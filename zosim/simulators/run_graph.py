@@ -12,7 +12,7 @@ from functools import cached_property
 from graphlib import CycleError
 
 from topology.errors import ProgramError
-from zosim.program.instructions import PARTS, Part
+from zosim.program.instructions import PHASES, Phase
 from zosim.program.step_graph import Edge, Place, StepGraph
 from zosim.simulators.maxplus import Node, in_order
 from zosim.simulators.world import World
@@ -68,39 +68,39 @@ class RunGraph:
         return self._nodes[key]
 
     @cached_property
-    def members(self) -> dict[Part, list[tuple[Member, ...]]]:
+    def members(self) -> dict[Phase, list[tuple[Member, ...]]]:
         """By part, who each node is: more than one where instructions of several ranks start and end together."""
-        return {part: self._joined(part) for part in PARTS}
+        return {phase: self._joined(phase) for phase in PHASES}
 
     @cached_property
-    def _number(self) -> dict[Part, dict[Member, int]]:
+    def _number(self) -> dict[Phase, dict[Member, int]]:
         return {
-            part: {member: number for number, members in enumerate(nodes) for member in members}
-            for part, nodes in self.members.items()
+            phase: {member: number for number, members in enumerate(nodes) for member in members}
+            for phase, nodes in self.members.items()
         }
 
-    def _joined(self, part: Part) -> list[tuple[Member, ...]]:
+    def _joined(self, phase: Phase) -> list[tuple[Member, ...]]:
         together: dict[Hashable, list[Member]] = {}
         for rank, graph in enumerate(self.graphs):
-            num_nodes = len(graph.ids[part]) + (part == "step" and graph.host_opens)
+            num_nodes = len(graph.ids[phase]) + (phase == "step" and graph.host_opens)
             for number in range(num_nodes):
-                rendezvous = graph.rendezvous_of[part][number]
+                rendezvous = graph.rendezvous_of[phase][number]
                 key = (rank, number) if rendezvous is None else self.world.participants(rank, rendezvous)[1]
                 together.setdefault(key, []).append((rank, number))
         return [tuple(members) for members in together.values()]
 
     def _in_order(self, position: int) -> list[Node]:
-        part = self.graphs[0].part(position)
+        phase = self.graphs[0].phase(position)
         edges = [
             tuple(dict.fromkeys(edge for member in members for edge in self._edges(member, position)))
-            for members in self.members[part]
+            for members in self.members[phase]
         ]
         try:
             return in_order(edges)
         except CycleError as error:
             circle = " waits for ".join(
-                self.name(rank, Place(position, self.graphs[rank].ids[part][number]))
-                for rank, number in (self.members[part][node][0] for node in reversed(error.args[1]))
+                self.name(rank, Place(position, self.graphs[rank].ids[phase][number]))
+                for rank, number in (self.members[phase][node][0] for node in reversed(error.args[1]))
             )
             message = f"deadlock in program {self.graphs[0].program.name}: {circle}"
             raise ProgramError(
@@ -111,12 +111,12 @@ class RunGraph:
         rank, number = member
         graph = self.graphs[rank]
         for distance, before in graph.before(position)[number]:
-            yield distance, self._number[graph.part(position - distance)][rank, before]
+            yield distance, self._number[graph.phase(position - distance)][rank, before]
         for group, distance, instruction in graph.peers(position)[number]:
             there = Place(position - distance, instruction)
             for peer in self._peers_with(rank, group, there):
-                part = graph.part(there.position)
-                yield distance, self._number[part][peer, self.graphs[peer].number[part][instruction]]
+                phase = graph.phase(there.position)
+                yield distance, self._number[phase][peer, self.graphs[peer].number[phase][instruction]]
 
     # -- by name -----------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class RunGraph:
 
     def name(self, rank: int, place: Place) -> str:
         """Return how an instruction is called in messages."""
-        name = f"{self.graphs[rank].part(place.position)}/{place.instruction}"
+        name = f"{self.graphs[rank].phase(place.position)}/{place.instruction}"
         return name if self.world.size == 1 else f"{name} of rank {self.world.numbers[rank]}"
 
     def _peers_with(self, rank: int, group: str, place: Place) -> Iterator[int]:

@@ -201,7 +201,7 @@ class _SimulatedRank:
                 yield self.run.await_peers(self.index, place, "start")
             del self.waiting[stream]
             start_s = env.now
-            activity = self._activities[graph.part(place.position), place.instruction]
+            activity = self._activities[graph.phase(place.position), place.instruction]
             # Prologue and flush take resources, too: while they run, no step tells what later ones do.
             self._count_other(place, +1)
             yield self.run.fluid.run(activity, key)
@@ -224,17 +224,17 @@ class _SimulatedRank:
         for position in range(self.graph.num_steps + 2):
             for item in self.graph.instructions(position):
                 if item.stream == stream:
-                    if self.graph.part(position) == "step":
+                    if self.graph.phase(position) == "step":
                         self.max_step = max(self.max_step, position - 1)
                     yield Place(position, item.id)
 
     def _finish(self, place: Place, start_s: float, activity: Activity) -> None:
         instruction, end_s = self.graph.instruction(place), self.run.env.now
-        part, step = self.graph.part(place.position), self.graph.step(place.position)
+        phase, step = self.graph.phase(place.position), self.graph.step(place.position)
         self.spans.append(
             Span(
                 self.run.world.numbers[self.index],
-                part,
+                phase,
                 step,
                 instruction.id,
                 instruction.stream,
@@ -248,11 +248,11 @@ class _SimulatedRank:
         self.done.add(place)
         for event in self._waiters.pop(place, ()):
             event.succeed()
-        if part == "step":
+        if phase == "step":
             self._count(step, instruction.id, start_s, end_s)
 
     def _count_other(self, place: Place, change: int) -> None:
-        if self.graph.part(place.position) != "step":
+        if self.graph.phase(place.position) != "step":
             self._num_others_running += change
             self.others_until_s = math.inf if self._num_others_running else self.run.env.now
 

@@ -16,7 +16,7 @@ from costmodel.rates.profile import Bound
 from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
 from zosim.program import Program
-from zosim.program.instructions import Part
+from zosim.program.instructions import Phase
 from zosim.program.operations import Collective, Recv, Send
 from zosim.program.program_set import ProgramSet
 from zosim.program.step_graph import Rendezvous
@@ -41,13 +41,13 @@ class Template:
     """
 
     program: Program
-    activities: Mapping[tuple[Part, str], Activity]
+    activities: Mapping[tuple[Phase, str], Activity]
     resources: tuple[str, ...]
     step_s: float
 
     def taking(
         self, uses_of: Callable[[Activity], tuple[tuple[str, float], ...]]
-    ) -> dict[tuple[Part, str], Activity]:
+    ) -> dict[tuple[Phase, str], Activity]:
         """Return the activities with other uses of resources; what was one object stays one."""
         changed: dict[int, Activity] = {}
         for activity in self.activities.values():
@@ -220,7 +220,7 @@ class World:
         """Return the program of a rank."""
         return self.template(rank).program
 
-    def activities(self, rank: int) -> dict[tuple[Part, str], Activity]:
+    def activities(self, rank: int) -> dict[tuple[Phase, str], Activity]:
         """Return what a rank's instructions are, with its own resources."""
         template = self.template(rank)
         if self.resources[rank] == template.resources:

@@ -16,7 +16,7 @@ from executors.steps.ops.operands import Action, Unfit
 from executors.steps.ops.sample import Sampling
 from executors.steps.ops.sweep import Sweeps
 from topology.errors import ProgramError
-from zosim.program.instructions import Instruction, Part
+from zosim.program.instructions import Instruction, Phase
 
 __all__ = ["Action", "Actions", "Context"]
 
@@ -58,7 +58,7 @@ class Actions:
             "recv": self.boundaries.recv,
         }
 
-    def of(self, part: Part, instruction: Instruction) -> Action:
+    def of(self, phase: Phase, instruction: Instruction) -> Action:
         """Return what does `instruction`.
 
         Raises
@@ -70,6 +70,6 @@ class Actions:
             return self._makers[instruction.op.kind](instruction)
         except Unfit as unfit:
             raise ProgramError(
-                f"program {self._name}: {part}/{instruction.id} {unfit}",
+                f"program {self._name}: {phase}/{instruction.id} {unfit}",
                 hint="correct its operands, or lower the plan again",
             ) from None

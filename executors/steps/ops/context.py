@@ -17,7 +17,7 @@ from executors.models.forward_runner import ForwardRunner
 from executors.models.parameters import bind, stand_in
 from executors.randomness.rounded import NonzeroRows, RoundedSampler, rounding_key
 from executors.ranks.messages import Packed
-from executors.steps.buffers import BufferStore, PlacedPart
+from executors.steps.buffers import BufferStore, PlacedSection
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
 from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
@@ -88,7 +88,7 @@ class Context:
     graphs: Graphs | None = None
     adapter_rank_in_use: Callable[[], int] = int
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
-    _bound: dict[ParamGroupWeights | FrozenWeights, PlacedPart] = field(default_factory=dict)
+    _bound: dict[ParamGroupWeights | FrozenWeights, PlacedSection] = field(default_factory=dict)
 
     @property
     def rows(self) -> Tensor:
@@ -143,16 +143,16 @@ class Context:
         """Let the forward runner compute with weights where they lie."""
         for access in accesses:
             placed = self.store.placed(access)
-            if self._bound.get(placed.part.what) is not placed:
-                bind(placed.part.tensors, placed.held)
-                self._bound[placed.part.what] = placed
+            if self._bound.get(placed.section.what) is not placed:
+                bind(placed.section.tensors, placed.held)
+                self._bound[placed.section.what] = placed
 
     def let_go(self, accesses: Sequence[Access]) -> None:
         """Let the forward runner hold no weights that lie in buffers which the program frees."""
         for access in accesses:
             if access.buffer not in self._freed:
                 continue
-            part = self.store.part(access)
+            part = self.store.section(access)
             if self._bound.pop(part.what, None) is not None:
                 for tensor in part.tensors:
                     tensor.hold(stand_in(tensor, self.backend.device))

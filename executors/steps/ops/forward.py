@@ -102,7 +102,7 @@ class Forwards:
         source = place_of(only(inputs, "read of a hidden state")) if op.segment != EMBED else None
         values = context.store.values
         is_whole = op.segment not in (EMBED, HEAD) and not op.segment.endswith((FRONT, BACK))
-        is_flat = all(context.store.part(access).is_flat for access in weights)
+        is_flat = all(context.store.section(access).is_flat for access in weights)
         # A graph holds addresses: it takes whole blocks, of weights that stay where they are.
         is_graph = context.graphs is not None and is_whole and is_flat and not (tables or beside)
 
@@ -161,7 +161,7 @@ class Forwards:
         placed = [context.store.placed(access) for access in weights]
         # Blocks of one kind that take turns at one address have a graph in common.
         layouts = [
-            [(tensor.shape, view.dtype) for tensor, view in zip(p.part.tensors, p.views, strict=True)]
+            [(tensor.shape, view.dtype) for tensor, view in zip(p.section.tensors, p.views, strict=True)]
             for p in placed
         ]
         signature = (
@@ -291,7 +291,7 @@ class _GatheredTable:
         placed, wanted = context.store.placed(self.access), context.rows
         step = PerturbationStep(
             context.hyperparameters.epsilon,
-            context.rounded_perturbations.get(placed.part.what.group),
+            context.rounded_perturbations.get(placed.section.what.group),
             gathered_several,
             gathered,
         )
@@ -303,7 +303,7 @@ class _GatheredTable:
         rows = table.rows_at(wanted, path, step)
         positions = context.backend.borrow(part.positions)
         stack.enter_context(context.reading([self.access]))
-        stack.enter_context(context.forward_runner.gathered_rows(placed.part.tensors[0], rows, positions))
+        stack.enter_context(context.forward_runner.gathered_rows(placed.section.tensors[0], rows, positions))
 
 
 def _perturbation_rows(context: Context, perturbation: Access, wanted: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class _ForwardBeside:
         """Let them see it there."""
         context, query = self.context, self.point.query
         theta, z = context.store.placed(self.weights), context.store.placed(self.perturbation)
-        group = theta.part.what.group
+        group = theta.section.what.group
         step = PerturbationStep(
             self.point.sign * context.hyperparameters.epsilon,
             context.rounded_perturbations[group],
@@ -342,7 +342,7 @@ class _ForwardBeside:
         try:
             yield
         finally:
-            bind(theta.part.tensors, theta.held)
+            bind(theta.section.tensors, theta.held)
 
 
 def _needs_rows(instruction: Instruction) -> bool:

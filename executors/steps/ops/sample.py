@@ -25,7 +25,7 @@ from executors.randomness.low_rank import (
 from executors.randomness.rounded import SamplingKeys
 from executors.randomness.samplers import DistributionSampler, sampler_named
 from executors.randomness.sequential import SequentialSampler
-from executors.steps.buffers import Part
+from executors.steps.buffers import ParamSection
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, only, place_of
@@ -64,7 +64,7 @@ class Sampling:
             target = only(wanted, "write of a perturbation")
             if op.keep == "rows":
                 self._check_table(op)
-            elif op.keep == "all" and self._store.part(target) is not self._part(op):
+            elif op.keep == "all" and self._store.section(target) is not self._section(op):
                 raise Unfit(f"draws {op.group} into {target.what}")
         if op.rank:
             return self._factored(op, instruction, wanted)
@@ -77,8 +77,8 @@ class Sampling:
     # -- counter -----------------------------------------------------------------------------------------------
 
     def _counted(self, op: Sample, wanted: Sequence[Access]) -> Action:
-        part, sampler = self._part(op), sampler_named(op.distribution)
-        indices = [tensor.index for tensor in part.tensors]
+        section, sampler = self._section(op), sampler_named(op.distribution)
+        indices = [tensor.index for tensor in section.tensors]
 
         def sample(frame: StepFrame) -> None:
             if frame.at(op.step) is None or op.keep == "none":
@@ -86,7 +86,7 @@ class Sampling:
             key = counter_key(frame, op)
             if op.keep == "rows":
                 rows = self._context.rows
-                kept = self._empty_rows(part, rows)
+                kept = self._empty_rows(section, rows)
                 self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, sampler)
                 self._store.values[place_of(wanted[0])] = kept
                 return
@@ -96,12 +96,12 @@ class Sampling:
         return sample
 
     def _counted_qvalues(self, op: Sample, wanted: Sequence[Access]) -> Action:
-        part, rounded_sampler, sampler = (
-            self._part(op),
+        section, rounded_sampler, sampler = (
+            self._section(op),
             self._context.sampler_of(rounding_of(op)),
             sampler_named(op.distribution),
         )
-        indices = [tensor.index for tensor in part.tensors]
+        indices = [tensor.index for tensor in section.tensors]
 
         def sample(frame: StepFrame) -> None:
             if frame.at(op.step) is None or op.keep == "none":
@@ -109,7 +109,7 @@ class Sampling:
             key, keys = counter_key(frame, op), _sampling_keys(frame, op)
             if op.keep == "rows":
                 rows = self._context.rows_on_host
-                numbers = self._empty_rows(part, rows, torch.float32)
+                numbers = self._empty_rows(section, rows, torch.float32)
                 self._counter.fill_rows(numbers, rows, indices[0], key, sampler)
                 self._store.values[place_of(wanted[0])] = rounded_sampler.rows(
                     numbers, rows, indices[0], keys
@@ -157,17 +157,17 @@ class Sampling:
         if op.keep == "all" and not op.bits:
             numels = [length for _, length in self._stretches(wanted[0], sampler)]
         else:
-            numels = [tensor.num_elements for tensor in self._part(op).tensors]
+            numels = [tensor.num_elements for tensor in self._section(op).tensors]
         is_shared = self._device.type == "cpu" and sum(numels) >= SHARED_SAMPLING_ELEMENTS
         return SequentialSampler(numels, sampler, NUM_RNG_MARKS if is_shared else 1, self._context.threads)
 
     def _fill(self, op: Sample, sequential: SequentialSampler, wanted: Sequence[Access]) -> Fill:
-        part = self._part(op)
+        section = self._section(op)
         if op.keep == "none":
 
             def skip(_frame: StepFrame, generator: Generator) -> list[Tensor]:
                 # Asked for when it is drawn: before weights moved into buffers they may have had their files' format.
-                dtype = torch.float32 if op.bits else part.tensors[0].values.dtype
+                dtype = torch.float32 if op.bits else section.tensors[0].values.dtype
                 return sequential.skip(torch.empty(0, dtype=dtype, device=self._device), generator)
 
             return skip
@@ -175,10 +175,10 @@ class Sampling:
 
             def keep(frame: StepFrame, generator: Generator) -> list[Tensor]:
                 rows = self._context.rows
-                kept = self._empty_rows(part, rows, torch.float32 if op.bits else None)
+                kept = self._empty_rows(section, rows, torch.float32 if op.bits else None)
                 states = sequential.rows(kept, rows, generator)
                 if op.bits:
-                    index, keys = part.tensors[0].index, _sampling_keys(frame, op)
+                    index, keys = section.tensors[0].index, _sampling_keys(frame, op)
                     on_host = self._context.rows_on_host
                     kept = self._context.sampler_of(rounding_of(op)).rows(kept, on_host, index, keys)
                 self._store.values[place_of(wanted[0])] = kept
@@ -210,7 +210,7 @@ class Sampling:
     ) -> Callable[[StepFrame, Generator | list[Tensor]], list[Tensor]]:
         rounded_sampler, indices = (
             self._context.sampler_of(rounding_of(op)),
-            [tensor.index for tensor in self._part(op).tensors],
+            [tensor.index for tensor in self._section(op).tensors],
         )
 
         def fill(frame: StepFrame, source: Generator | list[Tensor]) -> list[Tensor]:
@@ -294,7 +294,7 @@ class Sampling:
         if op.keep == "rows":
             rows, right = self._context.rows, factors.rights[0]
             assert right is not None
-            kept = self._empty_rows(self._part(op), rows)
+            kept = self._empty_rows(self._section(op), rows)
             fill_product_rows(kept, self._context.rows_on_host, factors.lefts[0], right, divisor)
             self._store.values[place_of(target)] = kept
             return
@@ -308,8 +308,8 @@ class Sampling:
         if self._factors is None:
             tensors = [tensor for tensor in self._context.forward_runner.tensors if tensor.trainable]
             groups = {
-                what.group: [tensor.index for tensor in part.tensors]
-                for what, part in self._store.parts.items()
+                what.group: [tensor.index for tensor in section.tensors]
+                for what, section in self._store.sections.items()
                 if isinstance(what, ParamGroupWeights)
             }
             self._factors = FactorSampler(
@@ -337,24 +337,24 @@ class Sampling:
 
     # -- operands ----------------------------------------------------------------------------------------------
 
-    def _part(self, op: Sample) -> Part:
+    def _section(self, op: Sample) -> ParamSection:
         return self._store.trainable(op.group)
 
     def _check_table(self, op: Sample) -> None:
-        part = self._part(op)
-        if len(part.tensors) != 1 or len(part.tensors[0].shape) != 2:
+        section = self._section(op)
+        if len(section.tensors) != 1 or len(section.tensors[0].shape) != 2:
             raise Unfit(f"keeps rows of {op.group}, which is not one table")
 
-    def _empty_rows(self, part: Part, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        table = part.tensors[0]
+    def _empty_rows(self, section: ParamSection, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        table = section.tensors[0]
         shape = (rows.numel(), table.shape[1])
         return torch.empty(shape, dtype=dtype or table.values.dtype, device=self._device)
 
     def _stretches(self, target: Access, sampler: DistributionSampler) -> list[tuple[int, int]]:
         """Return first element and length of what one call draws."""
-        part, dtype = self._store.part(target), self._store.format_of(target)
+        section, dtype = self._store.section(target), self._store.format_of(target)
         # Other devices' generators begin anew with every call.
-        return part.stretches(
+        return section.stretches(
             dtype, sampler.distribution.granularity if self._device.type == "cpu" else sys.maxsize
         )
 

@@ -194,7 +194,7 @@ class Sweeps:
             theta, factors = store.placed(weights), store.values[source_of]
             # A step moves along the mean over its queries.
             gradient = source.gradients[op.query] / self.num_queries / matrix_divisor
-            matrices = zip(theta.part.tensors, theta.views, factors.lefts, factors.rights, strict=True)
+            matrices = zip(theta.section.tensors, theta.views, factors.lefts, factors.rights, strict=True)
             for tensor, matrix, left, right in matrices:
                 decay = weight_decay if weight_decay and tensor.decays else None
                 for begin, tile in product_tiles(left, right, product_divisor):

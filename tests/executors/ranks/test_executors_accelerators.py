@@ -77,7 +77,7 @@ def test_spans_of_a_recording_that_begins_late_keep_their_resolution(monkeypatch
         session._num_timed_steps = 3
         session.step(late)
         measured = session.interpreter.backend.measured()
-    by_step = {number: [m for m in measured if m.step == number and m.part == "step"] for number in (0, 2)}
+    by_step = {number: [m for m in measured if m.step == number and m.phase == "step"] for number in (0, 2)}
     first_s, last_s = (by_step[number][0].start_s for number in (0, 2))
     assert last_s - first_s == pytest.approx(1e7, rel=1e-6)
     for spans in by_step.values():

@@ -86,7 +86,7 @@ def test_spans_have_the_bytes_that_were_sent(runs):
         Timeline.load(runs / "pair" / "timeline.json"),
     )
     for rank in range(2):
-        spans = {s.instruction for s in timeline.spans if s.rank == rank and s.part == "step"}
+        spans = {s.instruction for s in timeline.spans if s.rank == rank and s.phase == "step"}
         assert spans == {i.id for i in programs.program_of(rank).step}
     sent = read_header(runs / "pair")["finished"]["messages"]
     spans = [span for span in timeline.spans if span.label == "send"]

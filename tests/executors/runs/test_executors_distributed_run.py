@@ -54,7 +54,7 @@ def test_two_ranks_leave_the_files_of_one(pertp):
     assert (plan.mesh.describe(), plan.residency.transfers) == ("perturb=2", "sliced")
     programs, timeline = ProgramSet.load(pair / "program.json"), Timeline.load(pair / "timeline.json")
     for rank in range(2):
-        spans = {s.instruction for s in timeline.spans if s.rank == rank and s.part == "step"}
+        spans = {s.instruction for s in timeline.spans if s.rank == rank and s.phase == "step"}
         assert spans == {i.id for i in programs.program_of(rank).step}
 
 

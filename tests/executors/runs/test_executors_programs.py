@@ -122,7 +122,7 @@ def test_streams_really_overlap(opt):
             if item.instruction.id in ("block.2/upload", "block.0/forward[q0+]"):
                 session.interpreter._resolved["step"][i] = replace(item, action=slowed(item.action))
         session.step(batch)
-        spans = {s.instruction: s for s in session.timeline().spans if s.step == 1 and s.part == "step"}
+        spans = {s.instruction: s for s in session.timeline().spans if s.step == 1 and s.phase == "step"}
     upload, forward = spans["block.2/upload"], spans["block.0/forward[q0+]"]
     assert upload.start_s < forward.end_s
 

@@ -94,7 +94,7 @@ def test_a_run_leaves_files_that_the_other_commands_read(inputs, tmp_path):
     )
     timeline = Timeline.load(out / "timeline.json")
     assert timeline.num_steps == STEPS
-    assert {s.instruction for s in timeline.spans if s.part == "step"} == {i.id for i in program.step}
+    assert {s.instruction for s in timeline.spans if s.phase == "step"} == {i.id for i in program.step}
     header = read_header(out)
     assert header["epsilon"] == 1e-3
     assert header["finished"]["num_steps"] == STEPS

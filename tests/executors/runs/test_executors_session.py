@@ -113,15 +113,15 @@ def test_spans_bear_the_names_of_their_instructions():
         timeline = session.timeline()
     expected = [i.id for i in session.program.step]
     for step in range(4):
-        assert sorted(s.instruction for s in timeline.spans if s.part == "step" and s.step == step) == sorted(
-            expected
-        )
+        assert sorted(
+            s.instruction for s in timeline.spans if s.phase == "step" and s.step == step
+        ) == sorted(expected)
     assert {span.stream for span in timeline.spans} == {Stream.COMPUTE, Stream.H2D, Stream.D2H}
     assert timeline.step_time_s > 0
     assert timeline.first_periodic_step == 2
     for before, after in zip(session.program.step, session.program.step[1:], strict=False):
         if before.stream == after.stream:
-            spans = {s.instruction: s for s in timeline.spans if s.step == 3 and s.part == "step"}
+            spans = {s.instruction: s for s in timeline.spans if s.step == 3 and s.phase == "step"}
             assert spans[before.id].end_s <= spans[after.id].start_s
 
 

@@ -45,7 +45,7 @@ def on_gpus(plan):
     return plan.model_copy(update={"placement": plan.placement.model_copy(update={"devices": names})})
 
 
-def pieces_of(store):
+def chunks_of(store):
     """Yield each tensor of parameters and perturbations that was placed, with where it begins in its buffer."""
     for (buffer, *_), placed in store._placed.items():
         tensors = [placed.flat, *placed.views, *(qvalues.memory for qvalues in placed.packed)]
@@ -59,7 +59,7 @@ def numbers_of(plan, model, *, device="cpu"):
     with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, device=device) as session:
         found = [session.step(batch).projected_gradients for batch in batches(3)]
         session.flush()
-        return [*found, session.digest()], list(pieces_of(session.interpreter.store))
+        return [*found, session.digest()], list(chunks_of(session.interpreter.store))
 
 
 @pytest.mark.crossed(quick=4)

@@ -135,9 +135,9 @@ def a_free_lets_go_by_itself(patch):
             freed = [placed for key, placed in list(context.store._placed.items()) if key[0] == buffer]
             context.store.free(buffer)
             for placed in freed:
-                if context._bound.get(placed.part.what) is placed:
-                    context._bound.pop(placed.part.what)
-                    for tensor in placed.part.tensors:
+                if context._bound.get(placed.section.what) is placed:
+                    context._bound.pop(placed.section.what)
+                    for tensor in placed.section.tensors:
                         tensor.hold(stand_in(tensor, context.backend.device))
 
         return act

@@ -12,18 +12,18 @@ from executors.formats import TORCH_DTYPES
 from executors.models.parameters import NamedTensor
 from executors.randomness.rng import generator_on
 from executors.randomness.samplers import SAMPLERS
-from executors.steps.buffers import Part
+from executors.steps.buffers import ParamSection
 
 CPU = torch.device("cpu")
 FORMATS = ("float32", "bfloat16", "float64")
 
 
-def part_of(numels: list[int], alignment_bytes: int = 64) -> Part:
+def part_of(numels: list[int], alignment_bytes: int = 64) -> ParamSection:
     tensors = [
         NamedTensor(str(number), nn.Parameter(torch.zeros(numel)), torch.Size([numel]), number, True)
         for number, numel in enumerate(numels)
     ]
-    return Part("group", tuple(tensors), ("block.0",), alignment_bytes)
+    return ParamSection("group", tuple(tensors), ("block.0",), alignment_bytes)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from executors.runs.session import Session
-from executors.steps.arithmetic import PIECE_ELEMENTS, Sweeper
+from executors.steps.arithmetic import CHUNK_ELEMENTS, Sweeper
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering.weights import SCRATCH_ELEMENTS
 from zosim.program.instructions import Space
@@ -65,7 +65,7 @@ def test_a_tied_table_bounds_what_is_kept():
 
 
 def test_scratch_is_what_is_planned_for():
-    assert PIECE_ELEMENTS["cpu"] == SCRATCH_ELEMENTS
+    assert CHUNK_ELEMENTS["cpu"] == SCRATCH_ELEMENTS
     sweeper, theta = Sweeper(), torch.zeros(3 * SCRATCH_ELEMENTS)
     sweeper.perturb(theta, theta.clone(), 1, 1e-3)
     assert sweeper.scratch_bytes == 4 * SCRATCH_ELEMENTS

@@ -27,7 +27,7 @@ from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, merge
 from zosim.options import config_of, takes_earlier_names
 from zosim.planning.split_options import split_options_of
-from zosim.report import Bullets, Part, Report, Table
+from zosim.report import Bullets, Element, Report, Table
 
 JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
 """Options of a plan that a job has."""
@@ -74,7 +74,9 @@ class Answer:
 
     def report(self) -> Report:
         """Return offers, what is none, and what would change the answer."""
-        parts: list[Part] = [*_offers_tables(self.market, self.offers, self.limiters)] if self.offers else []
+        parts: list[Element] = (
+            [*_offers_tables(self.market, self.offers, self.limiters)] if self.offers else []
+        )
         if self.lacking:
             first, *others = self.lacking
             parts += [first, Bullets(others)]

@@ -288,9 +288,9 @@ def _spans_belong(evidence: Evidence) -> CheckedStatement:
         for part, item in evidence.program_set.program_of(rank).instructions()
     }
     foreign = {
-        f"{span.part}/{span.instruction} of rank {span.rank}"
+        f"{span.phase}/{span.instruction} of rank {span.rank}"
         for span in evidence.timeline.spans
-        if (span.rank, span.part, span.instruction) not in known
+        if (span.rank, span.phase, span.instruction) not in known
     }
     description = f"{len(foreign)}, such as {min(foreign)}" if foreign else "none"
     return CheckedStatement("spans of no instruction", "none", description, not foreign)

@@ -45,11 +45,11 @@ def slack(
             help="Time of a background step in milliseconds, instead of --plan.", show_default=False
         ),
     ] = None,
-    parts: Annotated[
+    segments: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of parts of a background step, between which it can yield.",
+            help="Number of segments of a background step, between which it can yield.",
             show_default="the plan's segments, or 1",
         ),
     ] = None,
@@ -90,7 +90,7 @@ def slack(
             f"--p99-ms {p99_ms:g} must be above 0",
             hint="give a latency in milliseconds",
         )
-    server = _server(plan, probe_ms, parts, batch_ms, request_ms, max_batch, profile)
+    server = _server(plan, probe_ms, segments, batch_ms, request_ms, max_batch, profile)
     arrivals = _arrivals(rate, burst, trace, duration, seed)
     # Machines that take turns are alike: one of them, with every n-th request, stands for all.
     own = arrivals[::gpus]
@@ -98,7 +98,7 @@ def slack(
     own_rate = rate / gpus if rate is not None and burst == 1 and gpus == 1 else None
     data = {
         "probe_s": server.probe_s,
-        "parts": server.num_parts,
+        "segments": server.num_segments,
         "requests": len(arrivals),
         "load": len(own) * server.service_s(1) / outcomes[0].duration_s if max_batch == 1 else None,
         "policies": [_data(outcome, server, own_rate, gpus, p99_ms) for outcome in outcomes],
@@ -112,7 +112,7 @@ def slack(
 def _server(
     plan_file: Path | None,
     probe_ms: float | None,
-    parts: int | None,
+    segments: int | None,
     batch_ms: float,
     request_ms: float,
     max_batch: int,
@@ -129,7 +129,7 @@ def _server(
         plan = Plan.load(plan_file)
         seconds = api.simulate(plan, profile=profile).prediction.step_time_s
         segments = len(plan.model.segments)
-    return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, parts or segments)
+    return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, segments or segments)
 
 
 def _arrivals(rate: float | None, burst: float, trace: Path | None, duration: float, seed: int) -> Times:
@@ -166,7 +166,7 @@ def _data(
 _WORDS: dict[Policy, str] = {
     "none": "no probes",
     "whole": "probes to their end",
-    "parts": "part by part",
+    "parts": "segment by segment",
     "cancel": "cancelled by requests",
 }
 

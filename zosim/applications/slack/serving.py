@@ -59,23 +59,23 @@ class Server:
         Requests of one batch.
     probe_s : float
         Seconds of a probe.
-    num_parts : int
-        Parts of a probe after which it can stand still.
+    num_segments : int
+        Segments of a probe after which it can stand still.
     """
 
     batch_s: float
     request_s: float
     max_batch: int
     probe_s: float
-    num_parts: int = 1
+    num_segments: int = 1
 
     def __post_init__(self) -> None:
         is_timed = self.batch_s >= 0 and self.request_s >= 0 and self.batch_s + self.request_s > 0
         is_finite = math.isfinite(self.batch_s + self.request_s + self.probe_s)
-        if not (is_timed and is_finite and self.probe_s > 0 and self.max_batch > 0 and self.num_parts > 0):
+        if not (is_timed and is_finite and self.probe_s > 0 and self.max_batch > 0 and self.num_segments > 0):
             raise TrafficError(
                 f"invalid times or counts: batch {self.batch_s} s, request {self.request_s} s, background "
-                f"step {self.probe_s} s in {self.num_parts} parts",
+                f"step {self.probe_s} s in {self.num_segments} parts",
                 hint="times must be finite and above 0, counts whole numbers of 1 or more",
             )
 
@@ -85,7 +85,7 @@ class Server:
 
     def vacation_s(self, policy: Policy) -> float:
         """Return the longest that a request waits for a probe."""
-        return {"none": 0.0, "whole": self.probe_s, "parts": self.probe_s / self.num_parts, "cancel": 0.0}[
+        return {"none": 0.0, "whole": self.probe_s, "parts": self.probe_s / self.num_segments, "cancel": 0.0}[
             policy
         ]
 
@@ -136,19 +136,19 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
     """
     if not len(arrivals):
         raise TrafficError("there are no arrivals", hint="raise --rate or --duration")
-    num_parts = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_parts / server.probe_s
-    if len(arrivals) + num_parts + server.num_parts > _MOST_EVENTS:
+    num_segments = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_segments / server.probe_s
+    if len(arrivals) + num_segments + server.num_segments > _MOST_EVENTS:
         raise TrafficError(
-            f"{len(arrivals)} requests with up to {num_parts:.3g} parts of background steps are more "
+            f"{len(arrivals)} requests with up to {num_segments:.3g} parts of background steps are more "
             f"than the maximum of {_MOST_EVENTS} events",
-            hint="use a shorter --duration or trace, or fewer --parts",
+            hint="use a shorter --duration or trace, or fewer --segments",
         )
     run = _ServedRun(server, arrivals, policy)
     run.environment.run(run.environment.process(run.serving()))
     return Served(
         policy,
         np.array(run.latencies),
-        run.num_parts // server.num_parts,
+        run.num_segments // server.num_segments,
         run.num_cancelled,
         max(run.environment.now, float(arrivals[-1])),
     )
@@ -215,7 +215,7 @@ class _ServedRun:
     policy: Policy
     environment: simpy.Environment = field(default_factory=simpy.Environment)
     latencies: list[float] = field(default_factory=list)
-    num_parts: int = 0
+    num_segments: int = 0
     num_cancelled: int = 0
     _taken: int = 0
 
@@ -234,7 +234,7 @@ class _ServedRun:
                 yield from self._cancellable()
             else:
                 yield self.environment.timeout(self.server.vacation_s(self.policy))
-                self.num_parts += self.server.num_parts if self.policy == "whole" else 1
+                self.num_segments += self.server.num_segments if self.policy == "whole" else 1
 
     def _cancellable(self) -> Generator[Any, Any, None]:
         until_next = self._until_next_s
@@ -243,7 +243,7 @@ class _ServedRun:
             self.num_cancelled += 1
         else:
             yield self.environment.timeout(self.server.probe_s)
-            self.num_parts += self.server.num_parts
+            self.num_segments += self.server.num_segments
 
     def _take(self, waiting: deque[float]) -> None:
         while self._taken < len(self.arrivals) and self.arrivals[self._taken] <= self.environment.now:
