@@ -14,6 +14,7 @@ from zosim.console import stderr
 
 OPTIONS: tuple[tuple[str, str], ...] = (
     ("--slots", "--staging-buffers"),
+    ("--parts", "--segments"),
     ("--direction", "--distribution"),
     ("--direction-bits", "--perturbation-bits"),
     ("--direction-rank", "--perturbation-rank"),

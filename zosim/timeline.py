@@ -29,6 +29,7 @@ from zosim.program.instructions import Phase, Space, Stream
 TIMELINE_VERSION: Literal[1] = 1
 RENAMED: Mapping[str, str] = {
     "first_steady_step": "first_periodic_step",
+    "spans.part": "phase",
     "spans.limiter=coding": "codec",
     "spans.limiter=codes": "quantized",
     "memory.role=directions": "perturbations",

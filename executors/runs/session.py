@@ -330,7 +330,7 @@ class Session:
             id(tensor.parameter)
             for what, section in self.interpreter.store.sections.items()
             if what in held
-            for tensor in part.tensors
+            for tensor in section.tensors
         }
         self._windows.open(step, is_here=lambda parameter: id(parameter) in here)
         self.interpreter.checksums.begin()

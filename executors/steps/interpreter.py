@@ -345,7 +345,7 @@ class Interpreter:
             tensor
             for what, section in self.store.sections.items()
             if what not in self.store.held
-            for tensor in phase.tensors
+            for tensor in section.tensors
         ]
         for tensor in absent:
             tensor.hold(stand_in(tensor, self.backend.device))

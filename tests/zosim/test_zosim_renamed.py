@@ -14,11 +14,14 @@ import zosim
 from costmodel.models import model_spec
 from costmodel.models.configs import read_model_spec
 from costmodel.rates import profile
+from tests.support.builders import unshared
 from topology.errors import PlanError
 from zosim import cli, renamed
 from zosim.lowering import lower_all
 from zosim.plans import Plan
 from zosim.program.program_set import ProgramSet
+from zosim.simulators.simulate import simulate
+from zosim.timeline import Timeline
 
 GONE = "the old spelling goes in the next release"
 
@@ -171,3 +174,10 @@ def test_programs_and_models_that_say_groups_are_read(tmp_path):
     spec = tmp_path / "model.json"
     spec.write_text(plan.model.model_dump_json().replace('"param_groups"', '"groups"'))
     assert read_model_spec(str(spec)) == plan.model
+
+
+def test_a_timeline_that_says_parts_and_slots_is_read():
+    timeline = simulate(lower_all(zosim.plan("opt-1m", "cpu-laptop", seq=16).plan).programs[0], unshared())
+    old = timeline.to_json().replace('"phase"', '"part"').replace('"staging buffers"', '"slots"')
+    assert '"part"' in old
+    assert Timeline.from_data(json.loads(old), "old.json") == timeline
