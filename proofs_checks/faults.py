@@ -67,8 +67,8 @@ def forward_by_two_epsilon(shipped, *given, **_central):
 
 
 @planted("executors.steps.interpreter:Interpreter._run", "a flush that applies nothing")
-def empty_flush(shipped, self, part, frame):
-    shipped(self, part, replace(frame, previous=None) if part == "flush" else frame)
+def empty_flush(shipped, self, phase, frame):
+    shipped(self, phase, replace(frame, previous=None) if phase == "flush" else frame)
 
 
 @planted("executors.steps.micro_batches:accumulated", "shards' losses added, not averaged")

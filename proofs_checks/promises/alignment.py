@@ -301,7 +301,7 @@ CHECKS: Checks = {
         ),
         Fault(
             "a sequence drawn in pieces of 1000",
-            "executors.randomness.sequential:_pieces",
+            "executors.randomness.sequential:_chunks",
             lambda shipped, numel, most: shipped(numel, min(most, 1000)),
         ),
         Fault(
