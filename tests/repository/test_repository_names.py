@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("topology", "costmodel", "zosim", "executors", "proofs_checks", "studies")
 
 ONE_IDEA = {
-    "Perturbation": "a perturbation of one query: what a buffer holds of it, and how it is drawn",
     "Perturbations": "the axis: in a plan, and in what it is lowered to",
     "Forwards": "the forwards of a step: as they are listed, and as they are done",
 }
 """Names of several classes that are one idea in several layers."""
 
 SEVERAL_IDEAS = {
-    "Architecture": "of a model (its family's shapes), and of a GPU",
     "Case": "of a study's measurements, of another's, and of an executed check",
     "Communicator": "NCCL's, as the cost model has it, and the one that ranks exchange by",
     "Context": "of operations in the interpreter, and of a check's outcome",
@@ -97,3 +101,137 @@ def test_texts_are_in_words_of_the_field() -> None:
     assert {
         line for line in lines if not line.startswith("zosim/applications/evidence/anonymous.py")
     } == set()
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A word that was retired: a row of ``retired_words.toml``, which says what its fields are."""
+
+    was: str
+    now: str
+    names: str = ""
+    texts: str = ""
+    stays: dict[str, str] = field(default_factory=dict)
+
+
+RETIRED = [
+    Retired(**row)
+    for row in tomllib.loads((Path(__file__).parent / "retired_words.toml").read_text(encoding="utf-8"))[
+        "word"
+    ]
+]
+READS_EARLIER_NAMES = ("RENAMED", "OPTIONS", "VALUES")
+"""Tables of names that earlier files and command lines have."""
+
+
+def present(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes of a module without those of the tables that read earlier names."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        if any(
+            isinstance(target, ast.Name) and target.id.endswith(READS_EARLIER_NAMES) for target in targets
+        ):
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def names_of(node: Any) -> Iterator[str]:
+    """Yield the names that a node gives or uses; a text of one word may be a key of a file, or an option's value."""
+    for attribute in ("id", "arg", "name", "attr"):
+        if isinstance(name := getattr(node, attribute, None), str):
+            yield from name.split(".")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w-]+", node.value):
+        yield node.value
+
+
+@cache
+def pages() -> dict[str, str]:
+    """Return the pages that people read, without the older names of the glossary."""
+    files = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    return {
+        str(file.relative_to(ROOT)): file.read_text(encoding="utf-8").partition("## Older names")[0]
+        for file in files
+    }
+
+
+CODE = re.compile(r"^ *```.*?^ *```|^    .*?$|`[^`]*`", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def used_names() -> dict[str, set[str]]:
+    """Return where each name stands: in code, as an option, and in pages as code within a line."""
+    homes = defaultdict(set)
+    for file, tree in trees().items():
+        for node in present(tree):
+            for name in names_of(node):
+                homes[name].add(file)
+    for page, text in pages().items():
+        for code in re.findall(r"`([^`\n]*)`", text):
+            for name in re.findall(r"[\w-]+", code):
+                homes[name.strip("-")].add(page)
+    return homes
+
+
+@cache
+def used_texts() -> dict[str, str]:
+    """Return what people read, by file: messages, help texts, docstrings, comments, pages."""
+    said: dict[str, list[str]] = defaultdict(list)
+    for file, tree in trees().items():
+        for node in present(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                said[file].append(node.value)
+        said[file] += re.findall(r"(?:^|  )# (.*)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    return {file: "\n".join(texts) for file, texts in said.items()} | {
+        page: CODE.sub("CODE", text) for page, text in pages().items()
+    }
+
+
+@pytest.mark.parametrize("word", RETIRED, ids=lambda word: word.was)
+def test_no_retired_word_is_a_name(word: Retired) -> None:
+    found = {
+        f"{name}: {file}"
+        for name, files in used_names().items()
+        if word.names and re.search(word.names, name)
+        for file in files
+        if not any(re.search(stays, name) or re.search(stays, file) for stays in word.stays)
+    }
+    assert not found, f"say {word.now}, or say in retired_words.toml why it stays"
+
+
+@pytest.mark.parametrize("word", RETIRED, ids=lambda word: word.was)
+def test_no_retired_word_is_read(word: Retired) -> None:
+    found = set()
+    for file, text in used_texts().items():
+        for match in re.finditer(word.texts, text) if word.texts else ():
+            around = " ".join(text[max(0, match.start() - 40) : match.end() + 40].split())
+            if not any(re.search(stays, around) or re.search(stays, file) for stays in word.stays):
+                found.add(f"{file}: {around}")
+    assert not found, f"say {word.now}, or say in retired_words.toml why it stays"
+
+
+def test_every_exception_is_needed() -> None:
+    """Nothing stays for a name, a file or a text that is gone."""
+    names, files = "\n".join(used_names()), "\n".join(used_texts())
+    texts = " ".join(" ".join(text.split()) for text in used_texts().values())
+    spare = {
+        f"{word.was}: {stays}"
+        for word in RETIRED
+        for stays in word.stays
+        if not any(re.search(stays, where, re.MULTILINE) for where in (names, files, texts))
+    }
+    assert not spare
+
+
+def test_the_glossary_lists_the_retired_words() -> None:
+    page = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("## Older names")[2], re.MULTILINE)
+    assert rows == [("older name", "now"), ("---", "---"), *((word.was, word.now) for word in RETIRED)]
