@@ -133,10 +133,12 @@ def check(
             rich_help_panel=_OWN,
         ),
     ] = "normal",
-    queries: Annotated[
+    num_perturbations: Annotated[
         int,
         typer.Option(
-            "--queries", help="Number of perturbations that --estimator averages over.", rich_help_panel=_OWN
+            "--num-perturbations",
+            help="Number of perturbations that --estimator averages over.",
+            rich_help_panel=_OWN,
         ),
     ] = 1,
     bias_order: Annotated[
@@ -195,7 +197,11 @@ def check(
         some: dict[str, Any] = {} if samples is None else {"num_samples": samples}
         judgements = []
         if estimator is not None:
-            declared: dict[str, Any] = {"distribution": distribution, "queries": queries, "order": bias_order}
+            declared: dict[str, Any] = {
+                "distribution": distribution,
+                "num_perturbations": num_perturbations,
+                "order": bias_order,
+            }
             judgements.append(
                 judging.judge_estimator(
                     _named("estimator", estimator),

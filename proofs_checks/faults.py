@@ -88,9 +88,9 @@ def present_rate(shipped, self, offset):
     return source and replace(source, learning_rate=self.learning_rate or source.learning_rate)
 
 
-@planted("executors.steps.ops.sweep:Sweeps.update", "queries summed, not averaged")
-def queries_summed(shipped, self, instruction):
-    return shipped(altered(self, num_queries=1), instruction)
+@planted("executors.steps.ops.sweep:Sweeps.update", "perturbations summed, not averaged")
+def perturbations_summed(shipped, self, instruction):
+    return shipped(altered(self, num_perturbations=1), instruction)
 
 
 @planted("zosim.lowering.rank:Rank.is_delayed", "updates that do not wait for their block's turn")

@@ -20,7 +20,7 @@ Blocks = Annotated[int, Field(gt=0, le=1024)]
 """Blocks of a model; the deepest that were trained have about two hundred."""
 Rank = Annotated[int, Field(gt=0, le=2**16)]
 """Columns of the factors of a matrix of low rank."""
-Queries = Annotated[int, Field(gt=0, le=4096)]
+NumPerturbations = Annotated[int, Field(gt=0, le=4096)]
 """Directions of one step."""
 StagingBuffers = Annotated[int, Field(gt=0, le=1024)]
 """Device buffers that blocks pass through; no more than blocks are of use."""

@@ -17,16 +17,16 @@ Difference = Literal["central", "forward", "residual"]
 what it was in the step before, at the weights, the perturbation and the batch of then."""
 
 _SIGNS: dict[str, Sign] = {"+": 1, "-": -1}
-_QUERY = re.compile(r"q(\d+)([+-])", re.ASCII)
+_PERTURBATION = re.compile(r"q(\d+)([+-])", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The weights ``θ + sign·ε·z``, with the perturbation ``z`` of one query.
+    """The weights ``θ + sign·ε·z``, with the perturbation ``z`` of one perturbation.
 
     Attributes
     ----------
-    query : int
+    perturbation : int
     sign : int
         1 or -1; 0 for the unperturbed weights, :data:`BASE`.
 
@@ -36,7 +36,7 @@ class Point:
     ('q0+', 'q2-', 'base')
     """
 
-    query: int = 0
+    perturbation: int = 0
     sign: Sign = 0
 
     @property
@@ -46,7 +46,7 @@ class Point:
 
     def __str__(self) -> str:
         """Return the name that programs and messages have for it."""
-        return f"q{self.query}{'+' if self.sign > 0 else '-'}" if self.sign else "base"
+        return f"q{self.perturbation}{'+' if self.sign > 0 else '-'}" if self.sign else "base"
 
 
 BASE = Point()
@@ -64,28 +64,30 @@ def parse_point(text: str) -> Point:
     """
     if text in ("", "base"):
         return BASE
-    if match := _QUERY.fullmatch(text):
+    if match := _PERTURBATION.fullmatch(text):
         return Point(int(match[1]), _SIGNS[match[2]])
     raise ValueError(f"{text!r} is no evaluation point, as q0+, q0-, q1+ and base are")
 
 
 @lru_cache(maxsize=64)
-def points_of_step(num_queries: int, difference: Difference) -> tuple[Point, ...]:
+def points_of_step(num_perturbations: int, difference: Difference) -> tuple[Point, ...]:
     """Return the points of one step, in the order in which a segment visits them."""
     if difference == "central":
-        return tuple(Point(query, sign) for query in range(num_queries) for sign in (1, -1))
+        return tuple(
+            Point(perturbation, sign) for perturbation in range(num_perturbations) for sign in (1, -1)
+        )
     base = (BASE,) if difference == "forward" else ()
-    return (*base, *(Point(query, 1) for query in range(num_queries)))
+    return (*base, *(Point(perturbation, 1) for perturbation in range(num_perturbations)))
 
 
-def points_of_query(query: int, difference: Difference) -> tuple[Point, ...]:
-    """Return the points of a step whose losses make the projected gradient of `query`, the one at ``+ε`` first."""
+def points_of_perturbation(perturbation: int, difference: Difference) -> tuple[Point, ...]:
+    """Return the points of a step whose losses make the projected gradient of `perturbation`, the one at ``+ε`` first."""
     others: dict[Difference, tuple[Point, ...]] = {
-        "central": (Point(query, -1),),
+        "central": (Point(perturbation, -1),),
         "forward": (BASE,),
         "residual": (),
     }
-    return (Point(query, 1), *others[difference])
+    return (Point(perturbation, 1), *others[difference])
 
 
 def from_text(parse: Callable[[str], object]) -> PlainValidator:

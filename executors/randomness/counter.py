@@ -26,7 +26,7 @@ little, short enough that a row is cheap."""
 
 @dataclass(frozen=True, slots=True)
 class CounterKey:
-    """Key of one (seed, step, query): a permutation of 32-bit block numbers.
+    """Key of one (seed, step, perturbation): a permutation of 32-bit block numbers.
 
     Notes
     -----
@@ -39,9 +39,9 @@ class CounterKey:
     tweak: int
 
     @classmethod
-    def of(cls, seed: int, step: int, query: int) -> CounterKey:
+    def of(cls, seed: int, step: int, perturbation: int) -> CounterKey:
         """Return the key of one perturbation."""
-        state = mixed(seed, step, query)
+        state = mixed(seed, step, perturbation)
         second = mixed(state)
         return cls((state & MASK32) | 1, state >> 32, second & MASK32)
 

@@ -42,7 +42,7 @@ class Window:
     first : int
         Number of the first of them.
     seeds : tuple of int
-        Its seeds, one per query.
+        Its seeds, one per perturbation.
     """
 
     first: int
@@ -120,7 +120,7 @@ class FactorSampler:
     groups : mapping of str to sequence of int
         The trainable parameters of each group.
     sampling_order : callable
-        From a query to the groups in the order in which its ``mezo`` generator visits them, as far as this rank needs them.
+        From a perturbation to the groups in the order in which its ``mezo`` generator visits them, as far as this rank needs them.
     rank : int
     device : torch.device
     dtype : torch.dtype
@@ -152,33 +152,41 @@ class FactorSampler:
     # -- mezo --------------------------------------------------------------------------------------------------
 
     def sequential(
-        self, group: str, query: int, step: int, window: Window, generator: Generator, places: Places = None
+        self,
+        group: str,
+        perturbation: int,
+        step: int,
+        window: Window,
+        generator: Generator,
+        places: Places = None,
     ) -> Factors:
         """Return the factors that the generator's next numbers make of `group`, in `step` of `window`."""
         opens = step == window.first
         lefts, rights = self._sample(group, generator, with_rights=opens, places=places)
         if opens:
-            self._keep(group, query, window, rights)
-        return Factors(lefts, self._rights(group, query, window))
+            self._keep(group, perturbation, window, rights)
+        return Factors(lefts, self._rights(group, perturbation, window))
 
-    def resampled(self, group: str, query: int, seed: int, window: Window, places: Places = None) -> Factors:
+    def resampled(
+        self, group: str, perturbation: int, seed: int, window: Window, places: Places = None
+    ) -> Factors:
         """Return factors as the released loop draws them for an update: from the seed on, without any ``V``."""
         generator = generator_on(self._like.device, seed)
-        self._skip_to(group, query, generator, with_rights=False)
+        self._skip_to(group, perturbation, generator, with_rights=False)
         lefts, _ = self._sample(group, generator, with_rights=False, places=places)
-        return Factors(lefts, self._rights(group, query, window))
+        return Factors(lefts, self._rights(group, perturbation, window))
 
     def pass_over(self, group: str, step: int, window: Window, generator: Generator) -> None:
         """Advance `generator` as drawing `group` does."""
         self._skip(group, generator, with_rights=step == window.first)
 
-    def _rights(self, group: str, query: int, window: Window) -> tuple[Tensor | None, ...]:
-        kept = self._kept.get((group, query), {}).get(window)
+    def _rights(self, group: str, perturbation: int, window: Window) -> tuple[Tensor | None, ...]:
+        kept = self._kept.get((group, perturbation), {}).get(window)
         if kept is None:
-            generator = generator_on(self._like.device, window.seeds[query])
-            self._skip_to(group, query, generator, with_rights=True)
+            generator = generator_on(self._like.device, window.seeds[perturbation])
+            self._skip_to(group, perturbation, generator, with_rights=True)
             _, kept = self._sample(group, generator, with_rights=True)
-            self._keep(group, query, window, kept)
+            self._keep(group, perturbation, window, kept)
         return kept
 
     def _sample(
@@ -205,8 +213,8 @@ class FactorSampler:
             for shape, place in zip(shapes, wanted, strict=True)
         )
 
-    def _skip_to(self, group: str, query: int, generator: Generator, *, with_rights: bool) -> None:
-        order = self._sampling_order(query)
+    def _skip_to(self, group: str, perturbation: int, generator: Generator, *, with_rights: bool) -> None:
+        order = self._sampling_order(perturbation)
         for before in order[: order.index(group)]:
             self._skip(before, generator, with_rights=with_rights)
 
@@ -219,20 +227,20 @@ class FactorSampler:
     # -- counter -----------------------------------------------------------------------------------------------
 
     def counted(
-        self, group: str, query: int, key: CounterKey, window: Window, places: Places = None
+        self, group: str, perturbation: int, key: CounterKey, window: Window, places: Places = None
     ) -> Factors:
         """Return the factors of `group` under a step's key."""
         lefts = self._lefts(group, places)
         views = [left.view(-1) for left in lefts]
         self._left_counter.fill_parameters(views, self._groups[group], key, _NORMALS)
-        kept = self._kept.get((group, query), {}).get(window)
+        kept = self._kept.get((group, perturbation), {}).get(window)
         if kept is None:
-            kept = self._counted_rights(group, query, window)
-            self._keep(group, query, window, kept)
+            kept = self._counted_rights(group, perturbation, window)
+            self._keep(group, perturbation, window, kept)
         return Factors(lefts, kept)
 
-    def _counted_rights(self, group: str, query: int, window: Window) -> tuple[Tensor | None, ...]:
-        key = CounterKey.of(mixed(window.seeds[query], _RIGHT), window.first, query)
+    def _counted_rights(self, group: str, perturbation: int, window: Window) -> tuple[Tensor | None, ...]:
+        key = CounterKey.of(mixed(window.seeds[perturbation], _RIGHT), window.first, perturbation)
         rights: list[Tensor | None] = []
         for index, shape in zip(self._groups[group], self._shapes_of(group), strict=True):
             right = self._like.new_empty((shape[1], self._rank)) if is_matrix(shape) else None
@@ -246,9 +254,9 @@ class FactorSampler:
     def _shapes_of(self, group: str) -> list[Sequence[int]]:
         return [self._shapes[index] for index in self._groups[group]]
 
-    def _keep(self, group: str, query: int, window: Window, rights: tuple[Tensor | None, ...]) -> None:
+    def _keep(self, group: str, perturbation: int, window: Window, rights: tuple[Tensor | None, ...]) -> None:
         """Keep the ``V`` of a window, and that of the window before, which a delayed update may still need."""
-        kept = self._kept.setdefault((group, query), {})
+        kept = self._kept.setdefault((group, perturbation), {})
         kept[window] = rights
         for old in sorted(kept, key=lambda of: of.first)[:-2]:
             del kept[old]

@@ -1,11 +1,11 @@
 """The two disciplines by which perturbations get their random numbers.
 
-``mezo``: one generator per step and query, reset to the step's seed, which fills the trainable parameters one
+``mezo``: one generator per step and perturbation, reset to the step's seed, which fills the trainable parameters one
 draw each. Bits equal those of ``torch.manual_seed(seed)`` followed by one ``torch.normal`` per parameter. Its
 state before each group is kept, so that a group can be drawn again without walking the others.
 
 ``counter``: a parameter is cut into blocks of fixed length, and each block has a generator of its own, seeded by a
-permutation of the block's number that is keyed by (seed, step, query). Any slice of any parameter is made from the
+permutation of the block's number that is keyed by (seed, step, perturbation). Any slice of any parameter is made from the
 blocks that it touches, by any rank, in any order and by any number of threads. Block lengths differ between device
 types, and so do torch's generators: bits agree between devices of one type.
 """

@@ -1,6 +1,6 @@
 """Rounded perturbations, and the uniform random numbers of every stochastic rounding of a step.
 
-Uniforms are keyed by seed, step, query, parameter and element, in either discipline. So the rounding of one rank does not depend on
+Uniforms are keyed by seed, step, perturbation, parameter and element, in either discipline. So the rounding of one rank does not depend on
 other ranks or instructions. The first copy of a perturbation, its second copy, the update and the choice of nonzero rows have keys of
 their own.
 """
@@ -114,9 +114,9 @@ class RoundingUniforms:
         return uniforms
 
 
-def rounding_key(seed: int, step: int, query: int, purpose: Purpose) -> CounterKey:
+def rounding_key(seed: int, step: int, perturbation: int, purpose: Purpose) -> CounterKey:
     """Return the key of one rounding."""
-    return CounterKey.of(mixed(seed, _KEYS[purpose]), step, query)
+    return CounterKey.of(mixed(seed, _KEYS[purpose]), step, perturbation)
 
 
 class SamplingKeys(NamedTuple):
@@ -126,10 +126,12 @@ class SamplingKeys(NamedTuple):
     rows: CounterKey
 
     @classmethod
-    def of(cls, seed: int, step: int, query: int, *, is_second: bool = False) -> SamplingKeys:
+    def of(cls, seed: int, step: int, perturbation: int, *, is_second: bool = False) -> SamplingKeys:
         """Return the keys of a perturbation, or of its second copy, which has the same nonzero rows."""
         purpose: Purpose = "second perturbation" if is_second else "perturbation"
-        return cls(rounding_key(seed, step, query, purpose), rounding_key(seed, step, query, "rows"))
+        return cls(
+            rounding_key(seed, step, perturbation, purpose), rounding_key(seed, step, perturbation, "rows")
+        )
 
 
 class NonzeroRows:

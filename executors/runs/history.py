@@ -94,8 +94,8 @@ def read_history(directory: str | Path) -> History:
     path = directory / STEPS_NAME
     # Before the log: a run that goes on meanwhile writes a digest when the log has its steps, and not the other way round.
     digests = _digests(directory / DIGESTS_NAME)
-    queries = header["plan"]["estimator"]["num_queries"]
-    steps = _steps_of(path, read_lines(path), queries)
+    perturbations = header["plan"]["estimator"]["num_perturbations"]
+    steps = _steps_of(path, read_lines(path), perturbations)
     check = _RowCheck(path, header)
     records = tuple(check.record(number, lines) for number, lines in enumerate(steps))
     num_bytes = steps[-1][-1].end if steps else 0
@@ -104,18 +104,18 @@ def read_history(directory: str | Path) -> History:
     return history
 
 
-def _steps_of(path: Path, lines: Sequence[Line], queries: int) -> list[list[Line]]:
-    """Return the lines of each complete step; a last step without all its queries was still being written."""
-    whole = len(lines) // queries * queries
-    steps = [list(lines[begin : begin + queries]) for begin in range(0, whole, queries)]
+def _steps_of(path: Path, lines: Sequence[Line], perturbations: int) -> list[list[Line]]:
+    """Return the lines of each complete step; a last step without all its perturbations was still being written."""
+    whole = len(lines) // perturbations * perturbations
+    steps = [list(lines[begin : begin + perturbations]) for begin in range(0, whole, perturbations)]
     for position, line in enumerate(lines):
-        step, query = divmod(position, queries)
-        numbers = (line.row.get("step"), line.row.get("query"))
+        step, perturbation = divmod(position, perturbations)
+        numbers = (line.row.get("step"), line.row.get("perturbation"))
         # By type, too: 1.0 and True equal 1.
-        if numbers != (step, query) or not all(type(number) is int for number in numbers):
+        if numbers != (step, perturbation) or not all(type(number) is int for number in numbers):
             raise RunError(
-                f"{path} line {line.number} is of step {numbers[0]!r}, query {numbers[1]!r}, where step {step}, "
-                f"query {query} belongs",
+                f"{path} line {line.number} is of step {numbers[0]!r}, perturbation {numbers[1]!r}, where step {step}, "
+                f"perturbation {perturbation} belongs",
                 hint="lines are missing or belong to another run; restore the file from a copy",
             )
     return steps
@@ -159,13 +159,15 @@ class _RowCheck:
                 f"{self._path} line {line.number} is damaged: a step has seconds={row['seconds']!r}"
             )
         if self._learning_rate is not None:
-            self._refuse_unless(line, "seed", seed_of(self._seed, step, row["query"]), "the run's seed")
+            self._refuse_unless(
+                line, "seed", seed_of(self._seed, step, row["perturbation"]), "the run's seed"
+            )
             self._refuse_unless(line, "learning_rate", self._learning_rate.at(step), "the schedule")
         losses = row["loss_plus"], row[self._other]
         if self._other == "loss_before":
-            before = self._losses_before.get(row["query"], row["loss_plus"])
+            before = self._losses_before.get(row["perturbation"], row["loss_plus"])
             self._refuse_unless(line, "loss_before", before, "the step before")
-            self._losses_before[row["query"]] = row["loss_plus"]
+            self._losses_before[row["perturbation"]] = row["loss_plus"]
         # The log does not say in which format the run had its losses: the gradient has to follow in one that holds both.
         possible = {
             gradient

@@ -166,7 +166,7 @@ class _Updates:
         self._factor_sampler = FactorSampler(
             [tensor.shape for tensor in tuned],
             self._groups,
-            lambda _query: self._order,
+            lambda _perturbation: self._order,
             self._rank,
             torch.device("cpu"),
             TORCH_DTYPES[plan.storage_dtype],
@@ -174,30 +174,37 @@ class _Updates:
 
     def add_to(self, state: AdapterState, record: StepRecord, records: tuple[StepRecord, ...]) -> None:
         """Add the updates of one step."""
-        lazy_steps, num_queries = self._plan.perturbations.lazy_steps or 1, self._plan.estimator.num_queries
+        lazy_steps, num_perturbations = (
+            self._plan.perturbations.lazy_steps or 1,
+            self._plan.estimator.num_perturbations,
+        )
         first = record.step - record.step % lazy_steps
         window = Window(first, tuple(records[first].seeds))
         # The window before has ended: leave rank for what this one adds.
         if record.step == first:
-            state.close(self._rank * num_queries)
+            state.close(self._rank * num_perturbations)
         divisor = divisor_of(self._rank, self._distribution.rank_power + self._distribution.update_rank_power)
-        for query, gradient in enumerate(record.projected_gradients):
-            factor = -record.learning_rate * gradient / num_queries / divisor
-            for group, factors in self._factors(record, query, window).items():
+        for perturbation, gradient in enumerate(record.projected_gradients):
+            factor = -record.learning_rate * gradient / num_perturbations / divisor
+            for group, factors in self._factors(record, perturbation, window).items():
                 for index, left, right in zip(
                     self._groups[group], factors.lefts, factors.rights, strict=True
                 ):
                     assert right is not None
                     state.add(self._names[index], left, right, factor)
 
-    def _factors(self, record: StepRecord, query: int, window: Window) -> Mapping[str, Factors]:
-        factor_sampler, seed, step = self._factor_sampler, record.seeds[query], record.step
+    def _factors(self, record: StepRecord, perturbation: int, window: Window) -> Mapping[str, Factors]:
+        factor_sampler, seed, step = self._factor_sampler, record.seeds[perturbation], record.step
         if self._plan.perturbations.is_keyed:
-            key = CounterKey.of(seed, step, query)
-            return {group: factor_sampler.counted(group, query, key, window) for group in self._order}
+            key = CounterKey.of(seed, step, perturbation)
+            return {group: factor_sampler.counted(group, perturbation, key, window) for group in self._order}
         generator = Generator()
         generator.manual_seed(seed)
-        factors = {g: factor_sampler.sequential(g, query, step, window, generator) for g in self._order}
+        factors = {
+            g: factor_sampler.sequential(g, perturbation, step, window, generator) for g in self._order
+        }
         if self._distribution.is_resampled and step == window.first:
-            return {group: factor_sampler.resampled(group, query, seed, window) for group in self._order}
+            return {
+                group: factor_sampler.resampled(group, perturbation, seed, window) for group in self._order
+            }
         return factors

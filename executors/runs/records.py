@@ -32,7 +32,7 @@ class StepRecord:
     Attributes
     ----------
     seeds, losses_plus, losses_minus, projected_gradients : tuple
-        One element per query; `losses_minus` is of a central difference, else None.
+        One element per perturbation; `losses_minus` is of a central difference, else None.
     loss_base : float or None
         Loss at the unperturbed weights, for a forward difference.
     learning_rate : float
@@ -55,7 +55,7 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """Loss of the first query at ``+ε``, the number that MeZO logs."""
+        """Loss of the first perturbation at ``+ε``, the number that MeZO logs."""
         return self.losses_plus[0]
 
     @classmethod
@@ -76,48 +76,52 @@ class StepRecord:
         )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield one row of ``steps.jsonl`` per query."""
-        for query, seed in enumerate(self.seeds):
+        """Yield one row of ``steps.jsonl`` per perturbation."""
+        for perturbation, seed in enumerate(self.seeds):
             base = {} if self.loss_base is None else {"loss_base": self.loss_base}
             if self.losses_before is not None:
-                base["loss_before"] = self.losses_before[query]
+                base["loss_before"] = self.losses_before[perturbation]
             yield {
                 "step": self.step,
-                "query": query,
+                "perturbation": perturbation,
                 "seed": seed,
                 **base,
-                "loss_plus": self.losses_plus[query],
-                "loss_minus": None if self.losses_minus is None else self.losses_minus[query],
-                "projected_grad": self.projected_gradients[query],
+                "loss_plus": self.losses_plus[perturbation],
+                "loss_minus": None if self.losses_minus is None else self.losses_minus[perturbation],
+                "projected_grad": self.projected_gradients[perturbation],
                 "learning_rate": self.learning_rate,
                 "seconds": self.seconds,
             }
 
 
-def seed_of(seed: int, step: int, query: int) -> int:
-    """Return the seed of one step and query of a run."""
-    return mixed(seed, step, query) % _NUM_SEEDS
+def seed_of(seed: int, step: int, perturbation: int) -> int:
+    """Return the seed of one step and perturbation of a run."""
+    return mixed(seed, step, perturbation) % _NUM_SEEDS
 
 
 def record_of(frame: StepFrame, begin_s: float) -> StepRecord:
     """Return the record of a step that was begun at `begin_s`, waiting for its numbers."""
-    queries = range(len(frame.seeds))
-    # The last query's come last, so that one wait is enough.
-    gradients = {query: float(frame.gradients[query]) for query in reversed(queries)}
+    perturbations = range(len(frame.seeds))
+    # The last perturbation's come last, so that one wait is enough.
+    gradients = {
+        perturbation: float(frame.gradients[perturbation]) for perturbation in reversed(perturbations)
+    }
     losses = {point: float(loss) for point, loss in frame.losses_read.items()}
     central = Point(0, -1) in losses
     return StepRecord(
         step=frame.step,
         seeds=frame.seeds,
-        losses_plus=tuple(losses[Point(query, 1)] for query in queries),
-        losses_minus=tuple(losses[Point(query, -1)] for query in queries) if central else None,
+        losses_plus=tuple(losses[Point(perturbation, 1)] for perturbation in perturbations),
+        losses_minus=tuple(losses[Point(perturbation, -1)] for perturbation in perturbations)
+        if central
+        else None,
         loss_base=losses.get(BASE),
-        projected_gradients=tuple(gradients[query] for query in queries),
+        projected_gradients=tuple(gradients[perturbation] for perturbation in perturbations),
         learning_rate=frame.learning_rate,
         seconds=time.perf_counter() - begin_s,
         losses_before=None
         if central or BASE in losses
-        else tuple(float(frame.losses_before[Point(query, 1)]) for query in queries),
+        else tuple(float(frame.losses_before[Point(perturbation, 1)]) for perturbation in perturbations),
     )
 
 

@@ -539,7 +539,7 @@ class Run:
         self._on_rank_0(rebuild, "rebuilding the last good weights")
         raise RunError(
             f"{why}; the run stopped, and {self.out} holds the weights after {num_steps} steps",
-            hint="lower --lr (by 3 to 10 times), or raise --queries; if the first step fails, look for a "
+            hint="lower --lr (by 3 to 10 times), or raise --num-perturbations; if the first step fails, look for a "
             "batch without labels, or use --dtype float32 or bfloat16 instead of float16",
         )
 

@@ -102,7 +102,7 @@ class Session:
         A rate, or a function from the step's number to its rate.
     weight_decay : float
     seed : int
-        Determines the seed of every step and query.
+        Determines the seed of every step and perturbation.
     device : str
         ``"cpu"``, or a CUDA device; of several ranks, ``"cuda"`` gives each its own.
     loss_dtype : str
@@ -265,7 +265,7 @@ class Session:
             ``input_ids``, ``attention_mask`` and ``labels`` of shape (sequences, tokens), on the CPU: the sequences of all
             ranks, of which each takes its own.
         seeds : tuple of int, optional
-            One per query; by default those that the session's seed determines.
+            One per perturbation; by default those that the session's seed determines.
         learning_rate : float, optional
             By default what the session was given.
 
@@ -347,7 +347,10 @@ class Session:
 
     def seeds_of(self, step: int) -> tuple[int, ...]:
         """Return the seeds of one step, a pure function of the session's seed."""
-        return tuple(seed_of(self.seed, step, query) for query in range(self.interpreter.num_queries))
+        return tuple(
+            seed_of(self.seed, step, perturbation)
+            for perturbation in range(self.interpreter.num_perturbations)
+        )
 
     def start_at(
         self,
@@ -363,7 +366,7 @@ class Session:
         seeds_of : callable, optional
             From the number of an earlier step to the seeds that it had; by default those that the session's seed determines.
         losses : tuple of float
-            Of the step before at ``+ε``, one per query, for a difference from these.
+            Of the step before at ``+ε``, one per perturbation, for a difference from these.
         """
         self.interpreter.start_at(step, seeds_of or self.seeds_of, losses)
         self.first_timed_step = self._verified_steps = step

@@ -75,7 +75,7 @@ class StepFrame:
     ----------
     step : int
     seeds : tuple of int
-        One per query.
+        One per perturbation.
     learning_rate : float
     batch : mapping
     window : Window or None
@@ -87,7 +87,7 @@ class StepFrame:
     losses_before : dict
         By evaluation point, what was read in the step before.
     gradients : dict
-        Projected gradient by query, a number of the host or one that may still be on its way there.
+        Projected gradient by perturbation, a number of the host or one that may still be on its way there.
     replayed : bool
         Whether the gradients are known beforehand, so that nothing is forwarded.
     packed, gathered : torch.Tensor or None

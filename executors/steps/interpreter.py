@@ -130,9 +130,9 @@ class Interpreter:
         self._load_weights()
 
     @property
-    def num_queries(self) -> int:
+    def num_perturbations(self) -> int:
         """Perturbations per step."""
-        return self._actions.num_queries
+        return self._actions.num_perturbations
 
     @property
     def quantized_updates(self) -> UpdateCounts:
@@ -163,7 +163,7 @@ class Interpreter:
         ----------
         batch : mapping
         seeds : sequence of int
-            One per query.
+            One per perturbation.
         learning_rate : float
             The one that this step's projected gradient is applied with, whenever that happens.
 
@@ -172,7 +172,7 @@ class Interpreter:
         StepFrame
             With its losses and projected gradients.
         """
-        self._check_queries(seeds)
+        self._check_perturbations(seeds)
         return self._advance(self._frame_of(seeds, learning_rate, batch))
 
     def replay(
@@ -187,21 +187,21 @@ class Interpreter:
         Parameters
         ----------
         seeds, gradients : sequence
-            One per query, as they were logged.
+            One per perturbation, as they were logged.
         learning_rate : float
         losses : sequence of float
-            At ``+ε``, one per query, where the next step asks for them.
+            At ``+ε``, one per perturbation, where the next step asks for them.
 
         Notes
         -----
         Every instruction but batches, forwards and losses runs as it did: the perturbations too, since
         ``+ε, -2ε, +ε`` does not restore every bit.
         """
-        self._check_queries(seeds)
+        self._check_perturbations(seeds)
         frame = self._frame_of(seeds, learning_rate, None)
         frame.replayed = True
         frame.gradients.update(enumerate(gradients))
-        frame.losses_read.update({Point(query, 1): loss for query, loss in enumerate(losses)})
+        frame.losses_read.update({Point(perturbation, 1): loss for perturbation, loss in enumerate(losses)})
         return self._advance(frame)
 
     def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
@@ -214,9 +214,9 @@ class Interpreter:
         frame.losses_before = self._losses_before
         return frame
 
-    def _check_queries(self, seeds: Sequence[int]) -> None:
-        if len(seeds) != self.num_queries:
-            raise RunError(f"the program needs {self.num_queries} seeds per step, but got {len(seeds)}")
+    def _check_perturbations(self, seeds: Sequence[int]) -> None:
+        if len(seeds) != self.num_perturbations:
+            raise RunError(f"the program needs {self.num_perturbations} seeds per step, but got {len(seeds)}")
 
     def _advance(self, frame: StepFrame) -> StepFrame:
         if self._frame is None:
@@ -263,11 +263,11 @@ class Interpreter:
         seeds_of : callable
             From the number of an earlier step to its seeds: factors of perturbations may be older than `step`.
         losses : sequence of float
-            Of the step before at ``+ε``, one per query.
+            Of the step before at ``+ε``, one per perturbation.
         """
         assert self._frame is None
         self._next_step = step
-        self._losses_before = {Point(query, 1): loss for query, loss in enumerate(losses)}
+        self._losses_before = {Point(perturbation, 1): loss for perturbation, loss in enumerate(losses)}
         first = self.first_of_window
         if first < step:
             self._window = Window(first, tuple(seeds_of(first)))

@@ -69,7 +69,7 @@ class UpdateWatch:
     Notes
     -----
     Looks at the parameter groups that are kept in the narrowest format. Every update instruction counts: with several
-    queries a step updates a weight several times. Updates by a projected gradient or a learning rate of 0 do not
+    perturbations a step updates a weight several times. Updates by a projected gradient or a learning rate of 0 do not
     count. An offloaded weight has just been uploaded, so what it is compared with is a number of the transfer
     format; the drift of the restore comes on top and is not counted.
     """
@@ -108,7 +108,9 @@ class UpdateWatch:
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
-            gradient = 0.0 if source is None or not source.learning_rate else source.gradients[op.query]
+            gradient = (
+                0.0 if source is None or not source.learning_rate else source.gradients[op.perturbation]
+            )
             if gradient == 0:
                 action(frame)
                 return

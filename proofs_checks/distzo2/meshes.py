@@ -26,7 +26,7 @@ from proofs_checks.setups.ranks import on_all_ranks
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan
 
 CASES = (
-    Case(data=2, num_sequences=3, rng="counter", num_queries=2),
+    Case(data=2, num_sequences=3, rng="counter", num_perturbations=2),
     Case(perturb=2, num_sequences=1, blocks="offloaded", update="delayed"),
     Case(
         data=2,
@@ -37,9 +37,9 @@ CASES = (
         update="delayed",
         rng="counter",
     ),
-    Case(perturb=4, num_queries=2, inner="data", traversal="sweep", num_steps=1),
+    Case(perturb=4, num_perturbations=2, inner="data", traversal="sweep", num_steps=1),
 )
-"""A batch in unlike shards; the two signs of a query on two devices; both at once with sliced uploads; queries on devices of their own."""
+"""A batch in unlike shards; the two signs of a perturbation on two devices; both at once with sliced uploads; perturbations on devices of their own."""
 
 
 def check_ranks(context: Context) -> Outcome:

@@ -52,7 +52,7 @@ class Declared:
     Attributes
     ----------
     distribution : {"normal", "signs", "sphere", "any"}
-    queries : int
+    num_perturbations : int
         Independent perturbations that it averages over.
     order : float
         Order of its bias in ε, at least: 2 for differences along perturbations that are as likely as their opposites.
@@ -61,7 +61,7 @@ class Declared:
     """
 
     distribution: Distribution = "normal"
-    queries: int = 1
+    num_perturbations: int = 1
     order: float = 2.0
     is_linear: bool = True
 
@@ -70,11 +70,11 @@ class Declared:
 
         Notes
         -----
-        ``d + 2`` along normals, ``d`` along signs and on the sphere, of one perturbation; of `queries`
-        perturbations ``1 + (that - 1)/queries`` (Nesterov and Spokoiny 2017, theorem 4; signs and sphere: ``E|z|²(a·z)²`` with ``|z|² = d``).
+        ``d + 2`` along normals, ``d`` along signs and on the sphere, of one perturbation; of `num_perturbations`
+        perturbations ``1 + (that - 1)/num_perturbations`` (Nesterov and Spokoiny 2017, theorem 4; signs and sphere: ``E|z|²(a·z)²`` with ``|z|² = d``).
         """
         one = {"normal": dimension + 2.0, "signs": float(dimension), "sphere": float(dimension)}
-        return 1 + (one[self.distribution] - 1) / self.queries
+        return 1 + (one[self.distribution] - 1) / self.num_perturbations
 
 
 def judge_estimator(
@@ -82,7 +82,7 @@ def judge_estimator(
     *,
     name: str = "estimator",
     distribution: Distribution = "normal",
-    queries: int = 1,
+    num_perturbations: int = 1,
     order: float = 2.0,
     is_linear: bool = True,
     dimension: int = 6,
@@ -100,7 +100,7 @@ def judge_estimator(
         For the report.
     distribution : {"normal", "signs", "sphere", "any"}
         Of its perturbations, by which the smoothed gradient and the second moment are known. With ``"any"`` neither is compared.
-    queries : int
+    num_perturbations : int
         Independent perturbations that it averages over.
     order : float
         Of its bias in ε, at least.
@@ -136,13 +136,18 @@ def judge_estimator(
         )
     for what, value, least, most in (
         ("dimension", dimension, 2, 16),
-        ("queries", queries, 1, 10_000),
+        ("num_perturbations", num_perturbations, 1, 10_000),
         ("num_samples", num_samples, 512, 10**8),
     ):
         if not least <= value <= most:
             raise ZosimError(f"{what}={value} lies outside {least} to {most}")
     judge = _Judge(
-        estimator, Declared(distribution, queries, order, is_linear), dimension, num_samples, seed, name
+        estimator,
+        Declared(distribution, num_perturbations, order, is_linear),
+        dimension,
+        num_samples,
+        seed,
+        name,
     )
     return Judgement(name, tuple(judge.findings()))
 
@@ -401,7 +406,7 @@ class _Judge:
         squares = self._of_linear.square().sum(1).clamp(max=1_000 * bound)
         return at_most(
             name,
-            f"E|ĝ|² <= {bound:g}·|∇f|² on a linear loss, of {self._declared.queries} perturbations in {len(self._theta)} dimensions",
+            f"E|ĝ|² <= {bound:g}·|∇f|² on a linear loss, of {self._declared.num_perturbations} perturbations in {len(self._theta)} dimensions",
             squares,
             bound,
         )

@@ -91,7 +91,7 @@ def sparq_admissible(dimension: Count, smoothness: Positive, horizon: Count) -> 
 
 @oracle("SparQ Sec. 3 and App. C.3; what the executor sends beside what the paper counts")
 def sparq_messages(
-    num_queries: Count, num_stages: Count, difference: Literal["forward", "central"] = "forward"
+    num_perturbations: Count, num_stages: Count, difference: Literal["forward", "central"] = "forward"
 ) -> dict[str, int]:
     """Return activations and scalars that cross between stages in a step: as the paper counts them, and losses as zosim sends them.
 
@@ -100,11 +100,11 @@ def sparq_messages(
     >>> sparq_messages(2, 4)
     {'activations': 9, 'scalars_printed': 6, 'losses_sent': 9}
     """
-    points = num_queries + 1 if difference == "forward" else 2 * num_queries
+    points = num_perturbations + 1 if difference == "forward" else 2 * num_perturbations
     num_boundaries = num_stages - 1
     return {
         "activations": points * num_boundaries,
-        "scalars_printed": num_queries * num_boundaries,
+        "scalars_printed": num_perturbations * num_boundaries,
         "losses_sent": points * num_boundaries,
     }
 

@@ -20,7 +20,7 @@ def estimate_moments(
     hessian_square: NonNegative = 0.0,
     hessian_diagonal_square: NonNegative = 0.0,
     epsilon: NonNegative = 0.0,
-    num_queries: Count = 1,
+    num_perturbations: Count = 1,
     rows: Count = 1,
     columns: Count = 1,
     rank: Count = 1,
@@ -38,18 +38,18 @@ def estimate_moments(
     hessian_diagonal_square : float
         ``Σ H_ii²``; only signs see it.
     epsilon : float
-    num_queries : int
+    num_perturbations : int
         Independent perturbations that are averaged.
 
     Notes
     -----
     ``g = ∇f·z`` of a central difference, plus ``(ε/2)·zᵀHz`` of a forward one; the product of the two is odd. So ``E|g·z|²`` is the
     energy times ``|∇f|²``, plus ``(ε²/4)·E[(zᵀHz)²|z|²]``: ``(d + 4)((tr H)² + 2 tr H²)`` for normals, ``d((tr H)² + 2(tr H² - Σ H_ii²))`` for
-    signs, ``d²((tr H)² + 2 tr H²)/(d + 2)`` on the sphere. Of ``q`` queries: ``(E|g·z|² - |E|²)/q + |E|²``.
+    signs, ``d²((tr H)² + 2 tr H²)/(d + 2)`` on the sphere. Of ``q`` perturbations: ``(E|g·z|² - |E|²)/q + |E|²``.
 
     Examples
     --------
-    >>> estimate_moments("gaussian", dimension=8, num_queries=2)
+    >>> estimate_moments("gaussian", dimension=8, num_perturbations=2)
     {'factor': 1.0, 'mean_square': 5.5, 'variance': 4.5}
     """
     moments = perturbation_moments(distribution, dimension, rows, columns, rank, bits, scale)
@@ -67,13 +67,13 @@ def estimate_moments(
         square += epsilon**2 / 4 * fourth
     factor = moments["second_moment"]
     mean = (factor * gradient_norm) ** 2
-    variance = (square - mean) / num_queries
+    variance = (square - mean) / num_perturbations
     return {"factor": factor, "mean_square": variance + mean, "variance": variance}
 
 
 @oracle("ZO2 Alg. 3; one step of ZO-SGD with a fixed rate on ½|θ - t|², exact")
 def quadratic_contraction(
-    dimension: Count, learning_rate: Positive, num_queries: Count = 1, num_steps: Count = 1
+    dimension: Count, learning_rate: Positive, num_perturbations: Count = 1, num_steps: Count = 1
 ) -> float:
     """Return E|θ_T - t|²/|θ_0 - t|² after T steps with normals on the loss ½|θ - t|².
 
@@ -87,7 +87,7 @@ def quadratic_contraction(
     0.9
     """
     return float(
-        (1 - 2 * learning_rate + learning_rate**2 * ((dimension + 1) / num_queries + 1)) ** num_steps
+        (1 - 2 * learning_rate + learning_rate**2 * ((dimension + 1) / num_perturbations + 1)) ** num_steps
     )
 
 

@@ -92,7 +92,7 @@ def restore_drift_bound(
 
 @oracle("MeZO's walk θ + εz - 2εz + εz (ZO2 Alg. 3), for εz that spans many units in the last place")
 def restore_drift_deviation(
-    weight: Real, num_steps: Count, num_queries: Count = 1, dtype: Format = "float32"
+    weight: Real, num_steps: Count, num_perturbations: Count = 1, dtype: Format = "float32"
 ) -> float:
     """Return the standard deviation of a weight after so many walks to +ε, -ε and back.
 
@@ -110,7 +110,7 @@ def restore_drift_deviation(
     if weight == 0:
         return 0.0
     ulp = 2.0 ** (math.floor(math.log2(abs(weight))) - _MANTISSA_BITS[dtype] + 1)
-    return ulp * math.sqrt(num_steps * num_queries / 2)
+    return ulp * math.sqrt(num_steps * num_perturbations / 2)
 
 
 @oracle("Updates that formats lose: θ - η·g·z rounded to the nearest")

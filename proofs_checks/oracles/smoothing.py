@@ -126,7 +126,7 @@ def ridge_estimate_moments(
     epsilon: Positive,
     dimension: Count,
     difference: Literal["central", "forward"] = "central",
-    num_queries: Count = 1,
+    num_perturbations: Count = 1,
 ) -> dict[str, float]:
     """Return the mean of an estimate along a, its mean square and its variance, for a loss φ(a·θ) with t = a·θ.
 
@@ -152,7 +152,7 @@ def ridge_estimate_moments(
     g = (phi(t + step) - other) / (2 * epsilon if difference == "central" else epsilon)
     mean = float(weights @ (g * nodes))
     one = float(weights @ (g**2 * (nodes**2 + dimension - 1)))
-    variance = (one - mean**2) / num_queries
+    variance = (one - mean**2) / num_perturbations
     return {
         "mean": round(mean, 12),
         "mean_square": round(variance + mean**2, 12),

@@ -1,4 +1,4 @@
-"""Closed forms of what papers state beside their lemmas: sharper bounds, errors of queries and shards, speedups."""
+"""Closed forms of what papers state beside their lemmas: sharper bounds, errors of perturbations and shards, speedups."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def smoothed_gradient_bounds(
     }
 
 
-@oracle("QuZO App. D.1 and DistZO2 Sec. 5.1: linear losses, normals, data of its own for each query")
-def query_error(
-    num_queries: Count, dimension: Count, num_shards: Count = 1, spread: NonNegative = 0.0
+@oracle("QuZO App. D.1 and DistZO2 Sec. 5.1: linear losses, normals, data of its own for each perturbation")
+def perturbation_error(
+    num_perturbations: Count, dimension: Count, num_shards: Count = 1, spread: NonNegative = 0.0
 ) -> float:
-    """Return E|ĝ - ∇L|²/|∇L|² of a mean over queries, each over shards that share its perturbation.
+    """Return E|ĝ - ∇L|²/|∇L|² of a mean over perturbations, each over shards that share its perturbation.
 
     Parameters
     ----------
@@ -73,10 +73,10 @@ def query_error(
 
     Examples
     --------
-    >>> query_error(10, 4)
+    >>> perturbation_error(10, 4)
     0.5
     """
-    return ((dimension + 1) + (dimension + 2) * spread / num_shards) / num_queries
+    return ((dimension + 1) + (dimension + 2) * spread / num_shards) / num_perturbations
 
 
 @oracle("QuZO App. D.4: L(w + εu)u/ε for a linear loss and normals")

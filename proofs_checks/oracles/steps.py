@@ -46,7 +46,7 @@ def zo2_step_seconds(
 def zo2_traffic_bytes(
     num_blocks: Count, block_bytes: NonNegative, update: Literal["delayed", "immediate"] = "delayed"
 ) -> dict[str, float]:
-    """Return the bytes that an offloaded step copies up and down; queries do not change them.
+    """Return the bytes that an offloaded step copies up and down; perturbations do not change them.
 
     Examples
     --------

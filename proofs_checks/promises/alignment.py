@@ -27,10 +27,10 @@ _CPU = torch.device("cpu")
 
 
 CASES = (
-    Case(traversal="sweep", num_queries=2),
-    Case(num_queries=2, blocks="offloaded", update="delayed", num_staging_buffers=1),
+    Case(traversal="sweep", num_perturbations=2),
+    Case(num_perturbations=2, blocks="offloaded", update="delayed", num_staging_buffers=1),
     Case(
-        num_queries=2,
+        num_perturbations=2,
         blocks="offloaded",
         update="delayed",
         rng="counter",
@@ -41,7 +41,12 @@ CASES = (
     Case(num_micro_batches=2, perturbation="copies"),
     Case(distribution="lozo", rank=2, lazy_steps=2, num_steps=3, update="delayed"),
     Case(
-        distribution="factorised", rank=3, rng="counter", num_queries=2, blocks="offloaded", update="delayed"
+        distribution="factorised",
+        rank=3,
+        rng="counter",
+        num_perturbations=2,
+        blocks="offloaded",
+        update="delayed",
     ),
 )
 """Runs that each take another path through the executor: swept, in one staging buffer, drawn ahead, in half precision and resumed, in micro-batches, of low rank."""
@@ -59,7 +64,7 @@ RELEASED = (
         distribution="lozo-released",
         rank=2,
         lazy_steps=2,
-        num_queries=2,
+        num_perturbations=2,
         perturb=2,
         resumed_at=1,
         num_steps=3,
@@ -140,7 +145,7 @@ def _unlike_slices(sampler: DistributionSampler, seed: int) -> int:
             [(numel,) for numel in numels],
             seed=seed,
             step=3,
-            query=1,
+            perturbation=1,
             rng="counter",
             distribution=sampler.distribution.name,
             dtype=torch.float32,
@@ -204,8 +209,8 @@ def one_bit(shipped, self, theta, *rest, **named):
     "executors.randomness.low_rank:FactorSampler.sequential",
     "a right factor that is drawn anew in every step",
 )
-def right_sampled_anew(shipped, self, group, query, _step, window, *rest):
-    return shipped(self, group, query, window.first, window, *rest)
+def right_sampled_anew(shipped, self, group, perturbation, _step, window, *rest):
+    return shipped(self, group, perturbation, window.first, window, *rest)
 
 
 @planted("executors.steps.micro_batches:accumulated", "the last micro-batch's loss not counted")
@@ -292,7 +297,7 @@ CHECKS: Checks = {
         Fault(
             "a key without its step",
             "executors.randomness.counter:CounterKey.of",
-            lambda shipped, cls, seed, _step, query: shipped(cls, seed, 0, query),
+            lambda shipped, cls, seed, _step, perturbation: shipped(cls, seed, 0, perturbation),
         ),
         Fault(
             "blocks numbered within their parameter",

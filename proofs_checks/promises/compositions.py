@@ -13,7 +13,7 @@ from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added, nearest
-from proofs_checks.oracles.statements import query_error, rounded_square_excess
+from proofs_checks.oracles.statements import perturbation_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
 from proofs_checks.setups.roundings import Reaching, qvalues_and_probabilities
@@ -191,8 +191,8 @@ def check_noise_of_rounded_weights(context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def check_queries_and_shards(_context: Context) -> Outcome:
-    """Compare the squared error of queries and shards with its closed form, data and perturbations enumerated."""
+def check_perturbations_and_shards(_context: Context) -> Outcome:
+    """Compare the squared error of perturbations and shards with its closed form, data and perturbations enumerated."""
     slope = np.array([0.6, -0.8])
     noise = np.array([[0.3, 0.1], [-0.3, -0.1], [0.2, -0.5], [-0.2, 0.5]])
     spread = float((noise**2).sum(1).mean())
@@ -204,7 +204,9 @@ def check_queries_and_shards(_context: Context) -> Outcome:
         for off in samples:
             estimates = (nodes @ (slope + off))[:, None] * nodes
             error += float(weights @ ((estimates - slope) ** 2).sum(1)) / len(samples)
-        parts[f"{shards} shards"] = equal(error, query_error(1, 2, shards, spread), what="E‖ĝ - ∇L‖²/‖∇L‖²")
+        parts[f"{shards} shards"] = equal(
+            error, perturbation_error(1, 2, shards, spread), what="E‖ĝ - ∇L‖²/‖∇L‖²"
+        )
     return everything_holds(parts)
 
 
@@ -235,12 +237,12 @@ CHECKS: Checks = {
     ),
     "rounded-weights-need-shared-numbers": printed(check_noise_of_rounded_weights, nearest),
     "queries-and-shards": printed(
-        check_queries_and_shards,
+        check_perturbations_and_shards,
         Fault(
             "shards that lower both",
-            "proofs_checks.oracles.statements:query_error",
-            lambda shipped, num_queries, dimension, _num_shards, spread: shipped(
-                num_queries, dimension, 1, spread
+            "proofs_checks.oracles.statements:perturbation_error",
+            lambda shipped, num_perturbations, dimension, _num_shards, spread: shipped(
+                num_perturbations, dimension, 1, spread
             ),
         ),
     ),

@@ -26,7 +26,7 @@ from proofs_checks.faults import (
     central_by_epsilon,
     climbing,
     forward_by_two_epsilon,
-    queries_summed,
+    perturbations_summed,
     second_by_epsilon,
     wide_normals,
 )
@@ -60,18 +60,18 @@ def _uneven(theta: Tensor) -> Tensor:
 
 
 def literal_estimates(
-    num_steps: int, seed: int, *, num_queries: int, distribution: str, rng: str, difference: str
+    num_steps: int, seed: int, *, num_perturbations: int, distribution: str, rng: str, difference: str
 ) -> Tensor:
     """Return ``(1/q) Σ g·z`` of every step at ``θ``, each ``z`` made and each ``g`` computed one after the other."""
     rows = []
     for step in range(num_steps):
         total = torch.zeros(DIMENSION, dtype=torch.float64)
-        for query in range(num_queries):
+        for perturbation in range(num_perturbations):
             parts = literal.perturbations(
                 literal.ANALYTIC_SHAPES,
-                seed=literal.seed_of(seed, step, query),
+                seed=literal.seed_of(seed, step, perturbation),
                 step=step,
-                query=query,
+                perturbation=perturbation,
                 rng=rng,
                 distribution=distribution,
                 dtype=torch.float64,
@@ -83,21 +83,30 @@ def literal_estimates(
             else:
                 g = (plus - _uneven(_THETA)) / EPSILON
             total += g * z
-        rows.append(total / num_queries)
+        rows.append(total / num_perturbations)
     return torch.stack(rows)
 
 
 def check_applied(distribution: str, context: Context) -> Outcome:
     """Compare what the executor subtracts from the weights with a literal loop over the same perturbations."""
     largest, lines = 0.0, []
-    for difference, queries, rng in itertools.product(("central", "forward"), (1, 3), ("mezo", "counter")):
+    for difference, perturbations, rng in itertools.product(
+        ("central", "forward"), (1, 3), ("mezo", "counter")
+    ):
         count = context.samples(40, 3)
-        options = {"num_queries": queries, "distribution": distribution, "rng": rng, "difference": difference}
+        options = {
+            "num_perturbations": perturbations,
+            "distribution": distribution,
+            "rng": rng,
+            "difference": difference,
+        }
         applied = estimates(_uneven, _THETA, count, seed=context.seed, epsilon=EPSILON, **options)  # type: ignore[arg-type]
         wanted = literal_estimates(count, context.seed, **options)  # type: ignore[arg-type]
         off = float((applied - wanted).abs().max() / wanted.abs().max())
         largest = max(largest, off) if not math.isnan(off) else math.nan
-        lines.append(f"{difference}, queries {queries}, {rng}: off by {off:.1e} over {count} steps")
+        lines.append(
+            f"{difference}, perturbations {perturbations}, {rng}: off by {off:.1e} over {count} steps"
+        )
     return Outcome(largest, _ROUNDING, "largest relative distance of an applied estimate", tuple(lines))
 
 
@@ -228,7 +237,7 @@ _HESSIAN = np.array([[0.9, 0.4, -0.2], [0.4, -0.5, 0.3], [-0.2, 0.3, 1.2]])
 
 
 def check_energy(distribution: str, _context: Context) -> Outcome:
-    """Compare the mean square of estimates of a quadratic loss, by one and by two queries, with its closed form."""
+    """Compare the mean square of estimates of a quadratic loss, by one and by two perturbations, with its closed form."""
     z, weights = normal_nodes(3, 4) if distribution == "gaussian" else sign_nodes(3)
 
     def quadratic(x: Array) -> Array:
@@ -236,9 +245,9 @@ def check_energy(distribution: str, _context: Context) -> Outcome:
 
     gradient = _SLOPE + _HESSIAN @ _POINT
     largest, lines = 0.0, []
-    for difference, queries in itertools.product(("central", "forward"), (1, 2)):
+    for difference, perturbations in itertools.product(("central", "forward"), (1, 2)):
         estimate = projected(quadratic, _POINT, z, difference)[:, None] * z
-        if queries == 1:
+        if perturbations == 1:
             square = float(weights @ (estimate**2).sum(1))
         else:  # all pairs of independent perturbations
             pairs = ((estimate[:, None] + estimate[None]) / 2) ** 2
@@ -252,11 +261,11 @@ def check_energy(distribution: str, _context: Context) -> Outcome:
             hessian_square=float((_HESSIAN**2).sum()),
             hessian_diagonal_square=float((np.diag(_HESSIAN) ** 2).sum()),
             epsilon=EPSILON,
-            num_queries=queries,
+            num_perturbations=perturbations,
         )["mean_square"]
         off = abs(square / wanted - 1)
         largest = max(largest, off)
-        lines.append(f"{difference}, queries {queries}: {square:.6f}, theory {wanted:.6f}")
+        lines.append(f"{difference}, perturbations {perturbations}: {square:.6f}, theory {wanted:.6f}")
     return Outcome(largest, _ROUNDING, "largest relative distance of E|ĝ|²", tuple(lines))
 
 
@@ -291,9 +300,9 @@ _SHORT_STEP = Fault(
 )
 
 
-@planted("executors.steps.ops.sweep:Sweeps.update", "the first query's gradient for all")
+@planted("executors.steps.ops.sweep:Sweeps.update", "the first perturbation's gradient for all")
 def first_gradient(shipped, self, instruction):
-    return shipped(self, replace(instruction, op=replace(instruction.op, query=0)))
+    return shipped(self, replace(instruction, op=replace(instruction.op, perturbation=0)))
 
 
 @planted(_PROJECTED, "a difference of losses rounded to float32")
@@ -338,7 +347,7 @@ CHECKS: Checks = {
             forward_by_two_epsilon,
             _THREE_PERCENT,
             climbing,
-            queries_summed,
+            perturbations_summed,
             first_gradient,
             second_by_epsilon,
             _SHORT_STEP,

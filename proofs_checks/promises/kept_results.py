@@ -35,12 +35,17 @@ from proofs_checks.setups.placements import (
 _RESIDUAL = (
     Case(difference="residual", num_steps=3),
     Case(
-        difference="residual", num_steps=3, num_queries=2, blocks="offloaded", update="delayed", rng="counter"
+        difference="residual",
+        num_steps=3,
+        num_perturbations=2,
+        blocks="offloaded",
+        update="delayed",
+        rng="counter",
     ),
-    Case(difference="residual", num_steps=4, resumed_at=2, num_queries=2, perturbation="copies"),
+    Case(difference="residual", num_steps=4, resumed_at=2, num_perturbations=2, perturbation="copies"),
     Case(difference="residual", num_steps=3, resumed_at=1, data=2, num_sequences=3, update="delayed"),
 )
-"""On one device, offloaded with two queries, gone on from a log, and in shards on two ranks, gone on as well."""
+"""On one device, offloaded with two perturbations, gone on from a log, and in shards on two ranks, gone on as well."""
 
 
 def check_residual(context: Context) -> Outcome:
@@ -146,8 +151,8 @@ def losses_of_the_first_step(shipped, self, frame):
 
 
 @planted(_SCALAR, "a first step from 0")
-def first_step_from_0(shipped, self, query, point, epsilon):
-    action = shipped(self, query, point, epsilon)
+def first_step_from_0(shipped, self, perturbation, point, epsilon):
+    action = shipped(self, perturbation, point, epsilon)
 
     def scalar(frame):
         frame.losses_before.setdefault(point, 0.0)
@@ -178,7 +183,9 @@ CHECKS: Checks = {
         Fault(
             "a difference over 2ε",
             _SCALAR,
-            lambda shipped, self, query, point, epsilon: shipped(self, query, point, 2 * epsilon),
+            lambda shipped, self, perturbation, point, epsilon: shipped(
+                self, perturbation, point, 2 * epsilon
+            ),
         ),
         Fault(
             "a log whose losses are not gone on from",

@@ -161,7 +161,7 @@ def check_families(context: Context) -> Outcome:
 
 
 def check_numbers(context: Context) -> Outcome:
-    """Compare moments of many numbers, and products across elements, parameters, queries, steps and runs, with theory."""
+    """Compare moments of many numbers, and products across elements, parameters, perturbations, steps and runs, with theory."""
     outcomes = []
     length = context.samples(1 << 22, 1 << 20)
     for name, sampler in SAMPLERS.items():
@@ -189,7 +189,7 @@ def check_numbers(context: Context) -> Outcome:
     return worst(outcomes)
 
 
-_OTHERS = ({"parameter": 1}, {"query": 1}, {"step": 1}, {"run": 1})
+_OTHERS = ({"parameter": 1}, {"perturbation": 1}, {"step": 1}, {"run": 1})
 
 
 def _numbers(
@@ -199,20 +199,20 @@ def _numbers(
     seed: int,
     *,
     parameter: int = 0,
-    query: int = 0,
+    perturbation: int = 0,
     step: int = 0,
     run: int = 0,
 ) -> Tensor:
     """Return a parameter's numbers as the shipped pieces draw them, in float64."""
     from executors.runs.records import seed_of
 
-    of_query = seed_of(seed + run, step, query)
+    of_perturbation = seed_of(seed + run, step, perturbation)
     out = torch.empty(length)
     if rng == "counter":
         counter = CounterSampler([length, length], _CPU)
-        counter.fill(out, parameter, 0, CounterKey.of(of_query, step, query), sampler)
+        counter.fill(out, parameter, 0, CounterKey.of(of_perturbation, step, perturbation), sampler)
     else:
-        generator = generator_on(_CPU, of_query)
+        generator = generator_on(_CPU, of_perturbation)
         for _ in range(parameter + 1):
             sampler.fill(out, generator)
     return out.double()
@@ -261,9 +261,9 @@ CHECKS: Checks = {
         uniform,
         _UNSET,
         Fault(
-            "a key of the query alone",
+            "a key of the perturbation alone",
             "executors.randomness.counter:CounterKey.of",
-            lambda shipped, cls, _seed, _step, query: shipped(cls, 0, 0, query),
+            lambda shipped, cls, _seed, _step, perturbation: shipped(cls, 0, 0, perturbation),
         ),
         Fault(
             "every block with one seed",
@@ -271,9 +271,9 @@ CHECKS: Checks = {
             lambda shipped, self, _parameter, blocks, *rest: shipped(self, 0, [0] * len(blocks), *rest),
         ),
         Fault(
-            "a seed of a run without its query",
+            "a seed of a run without its perturbation",
             "executors.runs.records:seed_of",
-            lambda shipped, seed, step, _query: shipped(seed, step, 0),
+            lambda shipped, seed, step, _perturbation: shipped(seed, step, 0),
         ),
     ),
 }

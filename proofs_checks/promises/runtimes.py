@@ -36,7 +36,7 @@ from proofs_checks.setups.literal import (
 from proofs_checks.setups.placements import OFFLOADED, tiny_batches, tiny_model, tiny_plan
 from zosim.plans import Estimator, LowBits, Perturbations, Weights
 
-_EPSILON, _DECAY, _NUM_QUERIES, _NUM_STEPS = 1e-2, 0.1, 2, 3
+_EPSILON, _DECAY, _NUM_PERTURBATIONS, _NUM_STEPS = 1e-2, 0.1, 2, 3
 
 # -- quantized weights -------------------------------------------------------------------------------------------------
 
@@ -80,26 +80,26 @@ class QuantizedRun:
         made = {name: (self.qvalues[name] * self.scales[name]).astype(np.float32) for name in self.qvalues}
         return self.plain | made
 
-    def uniforms(self, step: int, query: int, purpose: str) -> dict[str, Array]:
+    def uniforms(self, step: int, perturbation: int, purpose: str) -> dict[str, Array]:
         """Return the numbers in [0, 1) that decide a rounding: blocks of 2¹⁴, counted over all parameters."""
-        key, block, uniforms = chained(seed_of(self.seed, step, query), _PURPOSES[purpose]), 0, {}
+        key, block, uniforms = chained(seed_of(self.seed, step, perturbation), _PURPOSES[purpose]), 0, {}
         for name, numel in self._sizes:
             pieces = []
             for begin in range(0, numel, _BLOCK):
-                generator = torch.Generator().manual_seed(block_seed(key, step, query, block))
+                generator = torch.Generator().manual_seed(block_seed(key, step, perturbation, block))
                 pieces.append(torch.empty(min(_BLOCK, numel - begin)).uniform_(generator=generator))
                 block += 1
             uniforms[name] = torch.cat(pieces).numpy()
         return uniforms
 
-    def perturbation(self, step: int, query: int, purpose: str) -> dict[str, Array]:
+    def perturbation(self, step: int, perturbation: int, purpose: str) -> dict[str, Array]:
         """Return quantized values of a perturbation, by parameter."""
-        uniforms, qvalues = self.uniforms(step, query, purpose), {}
+        uniforms, qvalues = self.uniforms(step, perturbation, purpose), {}
         normals = perturbations(
             [(numel,) for _, numel in self._sizes],
-            seed=seed_of(self.seed, step, query),
+            seed=seed_of(self.seed, step, perturbation),
             step=step,
-            query=query,
+            perturbation=perturbation,
             rng=self.rng,
             distribution="gaussian",
             dtype=torch.float32,
@@ -109,9 +109,9 @@ class QuantizedRun:
             qvalues[name] = np.clip(np.floor(scaled + uniforms[name]), -_HIGHEST, _HIGHEST)
         return qvalues
 
-    def gradient(self, step: int, query: int, batch: Batch) -> float:
+    def gradient(self, step: int, perturbation: int, batch: Batch) -> float:
         """Return the difference of both losses over ``2ε``."""
-        base, along, losses = self.values(), self.perturbation(step, query, "perturbation"), []
+        base, along, losses = self.values(), self.perturbation(step, perturbation, "perturbation"), []
         for sign in (1, -1):
             for name, parameter in self.model.named_parameters():
                 updated = base[name] + sign * _EPSILON * _UNIT * along[name].reshape(base[name].shape)
@@ -121,16 +121,16 @@ class QuantizedRun:
         return (losses[0] - losses[1]) / (2 * _EPSILON)
 
     def update(self, step: int, gradients: tuple[float, ...]) -> None:
-        """Move by the gradients of a step, query by query; quantized values by whole numbers, as chance has it, or all at once."""
+        """Move by the gradients of a step, perturbation by perturbation; quantized values by whole numbers, as chance has it, or all at once."""
         summed: dict[str, Array] = {}
         rate, divisor = learning_rate(step), second_moment() if self.estimator == "normalised" else 1.0
         purpose = "second perturbation" if self.estimator == "q-rge2" else "perturbation"
-        for query, gradient in enumerate(gradients):
-            along = self.perturbation(step, query, purpose)
-            uniforms = self.uniforms(step, query, "update")
+        for perturbation, gradient in enumerate(gradients):
+            along = self.perturbation(step, perturbation, purpose)
+            uniforms = self.uniforms(step, perturbation, "update")
             for name, numel in self._sizes:
-                factor = gradient / _NUM_QUERIES / divisor * _UNIT
-                decay = _DECAY if query == 0 and not _is_spared(name) else 0.0
+                factor = gradient / _NUM_PERTURBATIONS / divisor * _UNIT
+                decay = _DECAY if perturbation == 0 and not _is_spared(name) else 0.0
                 if name in self.plain:
                     weight = self.plain[name]
                     change = factor * along[name].reshape(weight.shape) + decay * weight
@@ -141,7 +141,7 @@ class QuantizedRun:
                 change = along[name].reshape(qvalues.shape) * step_of
                 if self.is_rounded_once:
                     summed[name] = summed.get(name, 0.0) + change
-                    if query + 1 < len(gradients):
+                    if perturbation + 1 < len(gradients):
                         continue
                     change, decay = summed[name], 0.0 if _is_spared(name) else _DECAY
                 change = change + rate * decay * qvalues
@@ -175,13 +175,13 @@ def _quantized_session(
             "perturbation_bits": _BITS,
             "estimator": kind,
             "scales": "channel",
-            "update_rounding": "step" if is_rounded_once else "query",
+            "update_rounding": "step" if is_rounded_once else "perturbation",
         }
     )
     plan = tiny_plan(
         model,
         low_bits=low_bits,
-        estimator=Estimator(epsilon=_EPSILON, num_queries=_NUM_QUERIES),
+        estimator=Estimator(epsilon=_EPSILON, num_perturbations=_NUM_PERTURBATIONS),
         **_QUANTIZED_RUNS[estimator],
     )
     options = {"learning_rate": learning_rate, "weight_decay": _DECAY, "seed": seed, "num_timed_steps": 0}
@@ -210,8 +210,8 @@ def check_qvalues_over_steps(context: Context) -> Outcome:
         off, size = 0.0, 0.0
         before = {name: values.copy() for name, values in run.qvalues.items()}
         for step, (record, batch) in enumerate(zip(records, tiny_batches(_NUM_STEPS), strict=True)):
-            for query, gradient in enumerate(record.projected_gradients):
-                off = max(off, abs(run.gradient(step, query, batch) - gradient))
+            for perturbation, gradient in enumerate(record.projected_gradients):
+                off = max(off, abs(run.gradient(step, perturbation, batch) - gradient))
                 size = max(size, abs(gradient))
             run.update(step, record.projected_gradients)
         unlike = sum(int((qvalues[name].numpy() != run.qvalues[name]).sum()) for name in names)
@@ -269,7 +269,7 @@ def _together(
             {"distribution": distribution, "rank": _RANK, "lazy_steps": _LAZY_STEPS, "rng": rng}
         ),
         estimator=Estimator.model_validate(
-            {"difference": difference, "epsilon": _RADIUS, "num_queries": _NUM_QUERIES}
+            {"difference": difference, "epsilon": _RADIUS, "num_perturbations": _NUM_PERTURBATIONS}
         ),
     )
     plan = plan.model_validate(plan.model_dump(mode="json") | {"batch": 5, "seq": 14})
@@ -306,7 +306,7 @@ def check_all_points_at_once(context: Context) -> Outcome:
             context.seed,
             epsilon=_RADIUS,
             weight_decay=_DECAY,
-            num_queries=_NUM_QUERIES,
+            num_perturbations=_NUM_PERTURBATIONS,
             central=axes["difference"] == "central",
             copies=True,
             rng=axes["rng"],
@@ -336,8 +336,8 @@ _UPDATE = "executors.low_bits.quantized:QuantizedTensor.update"
 _SCALES = "executors.steps.ops.forward:Forwards._scales_of"
 
 
-@planted(_UPDATE, "later queries 1 % short where all are rounded together")
-def later_queries_short(shipped, cls, along, step):
+@planted(_UPDATE, "later perturbations 1 % short where all are rounded together")
+def later_perturbations_short(shipped, cls, along, step):
     whole, step.gradient = step.gradient, step.gradient * (0.99 if step.sums else 1)
     shipped(cls, along, step)
     step.gradient = whole
@@ -392,7 +392,7 @@ CHECKS: Checks = {
         quantized.UPDATE_UNIFORMS,
         quantized.SAME_KEY,
         quantized.SAMPLED_LONG,
-        later_queries_short,
+        later_perturbations_short,
         Fault(
             "no second moment",
             _BY_QVALUES,
@@ -401,8 +401,8 @@ CHECKS: Checks = {
         Fault(
             "a step's uniforms in every step",
             "executors.randomness.rounded:rounding_key",
-            lambda shipped, seed, step, query, purpose: shipped(
-                seed, 0 if purpose == "update" else step, query, purpose
+            lambda shipped, seed, step, perturbation, purpose: shipped(
+                seed, 0 if purpose == "update" else step, perturbation, purpose
             ),
         ),
         decay_twice,

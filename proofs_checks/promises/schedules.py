@@ -24,7 +24,7 @@ _NUM_STEPS = 3
 
 
 _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
-    "estimator": {"difference": ("central", "forward"), "num_queries": (1, 2)},
+    "estimator": {"difference": ("central", "forward"), "num_perturbations": (1, 2)},
     "perturbations": {
         "rng": ("mezo", "counter"),
         "order": ("registration", "execution"),
@@ -237,8 +237,8 @@ def blind_validator(shipped, self, item, held, left):
 
 
 @planted("zosim.lowering.weights:Points.perturb", "blocks that are not restored")
-def blocks_not_restored(shipped, self, groups, segment, query, leap):
-    shipped(self, groups if leap.point.is_perturbed else (), segment, query, leap)
+def blocks_not_restored(shipped, self, groups, segment, perturbation, leap):
+    shipped(self, groups if leap.point.is_perturbed else (), segment, perturbation, leap)
 
 
 @planted("zosim.lowering.rank:Listing.emit", "a perturbation not drawn again")

@@ -26,7 +26,7 @@ CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "inside a block, block by block": (("block.1.mlp",), "blockwise"),
     "three split points, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
 }
-_NUM_QUERIES = 2
+_NUM_PERTURBATIONS = 2
 
 
 def staged(split_points: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
@@ -46,7 +46,7 @@ def staged(split_points: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
 
 
 RUNS = (
-    Case(split_points=("block.1.mlp",), num_queries=2),
+    Case(split_points=("block.1.mlp",), num_perturbations=2),
     Case(split_points=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
     Case(model="untied", split_points=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
 )
@@ -89,9 +89,14 @@ def _sampled(trace: Trace, step: int) -> Tensor:
 def check_counts(_context: Context) -> Outcome:
     """Compare messages per step with ``(P + 1)(M - 1)`` and ``2P(M - 1)``."""
     wrong, details = 0, []
-    for difference, per_boundary in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+    for difference, per_boundary in (
+        ("forward", _NUM_PERTURBATIONS + 1),
+        ("central", 2 * _NUM_PERTURBATIONS),
+    ):
         for split_points, traversal in CASES.values():
-            estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
+            estimator = Estimator.model_validate(
+                {"difference": difference, "num_perturbations": _NUM_PERTURBATIONS}
+            )
             programs = lower_all(staged(split_points, traversal, estimator=estimator)).programs
             sent = sum(isinstance(item.op, Send) for program in programs for item in program.step)
             wrong += sent != per_boundary * len(split_points)
@@ -104,9 +109,11 @@ def check_counts(_context: Context) -> Outcome:
 def check_scalars(_context: Context) -> Outcome:
     """Compare losses that go from one rank to another with points times ``M - 1``, activations counted apart."""
     wrong, details = 0, []
-    for difference, points in (("forward", _NUM_QUERIES + 1), ("central", 2 * _NUM_QUERIES)):
+    for difference, points in (("forward", _NUM_PERTURBATIONS + 1), ("central", 2 * _NUM_PERTURBATIONS)):
         for split_points, traversal in CASES.values():
-            estimator = Estimator.model_validate({"difference": difference, "num_queries": _NUM_QUERIES})
+            estimator = Estimator.model_validate(
+                {"difference": difference, "num_perturbations": _NUM_PERTURBATIONS}
+            )
             counts = step_counts(lower_all(staged(split_points, traversal, estimator=estimator)))
             num_stages = len(split_points) + 1
             wrong += counts.num_scalars != points * (num_stages - 1)
@@ -116,7 +123,7 @@ def check_scalars(_context: Context) -> Outcome:
             wrong += counts.num_gradients + counts.reduced_bytes
             details.append(
                 f"{difference}, {num_stages} stages: {counts.num_scalars} scalars in {counts.scalar_bytes} bytes, "
-                f"{_NUM_QUERIES * (num_stages - 1)} by the paper's P(M - 1)"
+                f"{_NUM_PERTURBATIONS * (num_stages - 1)} by the paper's P(M - 1)"
             )
     return Outcome(wrong, 0, "counts that are not those stated", tuple(details))
 

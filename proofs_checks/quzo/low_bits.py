@@ -554,22 +554,22 @@ def _run(
 def check_qvalues_on_ranks(context: Context) -> Outcome:
     """Compare runs of int8, rows left alone, two roundings, on one device, on meshes, in stages and replayed, bit for bit."""
     low_bits = LowBits(weights="int8", perturbation_bits=3, estimator="q-rge2", sparsity=0.5)
-    usual: dict[str, Any] = {"num_queries": 2, "num_steps": 2}
+    usual: dict[str, Any] = {"num_perturbations": 2, "num_steps": 2}
     sliced: dict[str, Any] = {"blocks": "offloaded", "transfers": "sliced", "update": "delayed"}
     whole = _run(Case(**usual), low_bits, context.seed)[0]
     others = {
-        "a query on each of 2 ranks, blocks sliced": (whole, Case(**usual, perturb=2, **sliced), ()),
+        "a perturbation on each of 2 ranks, blocks sliced": (whole, Case(**usual, perturb=2, **sliced), ()),
         "the first step replayed": (whole, Case(**usual), whole[0][:1]),
     }
     if context.size == "full":
         halves = _run(Case(**usual, num_micro_batches=2), low_bits, context.seed)[0]
         others |= {
             "two stages": (whole, Case(**usual, split_points=("block.1",)), ()),
-            "data and queries over 4 ranks": (halves, Case(**usual, data=2, perturb=2, **sliced), ()),
+            "data and perturbations over 4 ranks": (halves, Case(**usual, data=2, perturb=2, **sliced), ()),
             "replayed": (whole, Case(**usual), whole[0]),
         }
     unlike: list[str] = []
-    start = _run(Case(num_queries=2, num_steps=0), low_bits, context.seed)[0][1]
+    start = _run(Case(num_perturbations=2, num_steps=0), low_bits, context.seed)[0][1]
     num_changed = sum(not torch.equal(value, start[name]) for name, value in whole[1].items())
     for name, (wanted, case, log) in others.items():
         for number, (records, weights) in enumerate(_run(case, low_bits, context.seed, log)):

@@ -36,8 +36,13 @@ from proofs_checks.exact import (
     sign_nodes,
     within,
 )
-from proofs_checks.faults import central_by_epsilon, forward_by_two_epsilon, losses_added, queries_summed
-from proofs_checks.oracles.statements import one_point_error, query_error
+from proofs_checks.faults import (
+    central_by_epsilon,
+    forward_by_two_epsilon,
+    losses_added,
+    perturbations_summed,
+)
+from proofs_checks.oracles.statements import one_point_error, perturbation_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, planted
 from proofs_checks.setups import quantized_weights as quantized
@@ -431,8 +436,8 @@ def check_range_end(_context: Context) -> Outcome:
     )
 
 
-def check_roundings_by_query(_context: Context) -> Outcome:
-    """Compare mean and variance of the update (13), rounded once, with (15), rounded for every query, in rationals."""
+def check_roundings_by_perturbation(_context: Context) -> Outcome:
+    """Compare mean and variance of the update (13), rounded once, with (15), rounded for every perturbation, in rationals."""
     parts = {}
     pieces = (Fraction(19, 64), Fraction(-29, 64), Fraction(1, 8))
 
@@ -504,10 +509,10 @@ def algorithm_1(
     ----------
     w : numpy.ndarray
     pairs : sequence of pair of numpy.ndarray
-        The roundings ``(u_{i,1}, u_{i,2})`` of each query.
+        The roundings ``(u_{i,1}, u_{i,2})`` of each perturbation.
     rate, epsilon : float
     kept : bool
-        Line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next query sees.
+        Line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next perturbation sees.
     """
     now, after = w.copy(), w.copy()
     for first, second in pairs:
@@ -534,8 +539,8 @@ def check_update_within_loop(_context: Context) -> Outcome:
     wanted = equation_15(w, pairs, 0.3, 0.01) - w
     parts = {}
     for name, kept in (
-        ("w_t stays: the last query alone", True),
-        ("w_t moves: queries at other weights", False),
+        ("w_t stays: the last perturbation alone", True),
+        ("w_t moves: perturbations at other weights", False),
     ):
         updated = algorithm_1(w, pairs, 0.3, 0.01, kept=kept) - w
         parts[name] = exceeds(
@@ -544,7 +549,7 @@ def check_update_within_loop(_context: Context) -> Outcome:
             what="‖update - (15)‖",
         )
     last = _moved_by_last(w, pairs)
-    parts["the last query alone, exactly"] = equal(
+    parts["the last perturbation alone, exactly"] = equal(
         torch.from_numpy(algorithm_1(w, pairs, 0.3, 0.01, kept=True) - w),
         torch.from_numpy(last),
         what="update",
@@ -553,13 +558,13 @@ def check_update_within_loop(_context: Context) -> Outcome:
 
 
 def _moved_by_last(w: Array, pairs: Sequence[tuple[Array, Array]]) -> Array:
-    """Return what the last query alone moves, ``-(η/n)μ_n·u_{n,2}``."""
+    """Return what the last perturbation alone moves, ``-(η/n)μ_n·u_{n,2}``."""
     first, second = pairs[-1]
     return -0.3 / len(pairs) * _sensitivity(w, first, 0.01) * second
 
 
 def check_update_behind_loop(_context: Context) -> Outcome:
-    """Compare one query of algorithm 1, and queries whose updates wait for the loop's end, with equation 15."""
+    """Compare algorithm 1 with one perturbation, and with several whose updates wait for the loop's end, with equation 15."""
     w, pairs = np.array([0.4, 0.2]), _pairs()
     waited = w + sum(algorithm_1(w, [pair], 0.3 / len(pairs), 0.01, kept=True) - w for pair in pairs)
     single = algorithm_1(w, pairs[:1], 0.3, 0.01, kept=True)
@@ -575,9 +580,9 @@ def check_update_behind_loop(_context: Context) -> Outcome:
     )
 
 
-def check_shipped_queries(context: Context) -> Outcome:
-    """Compare a run of three queries a step with a literal loop that updates behind the loop over queries, bit for bit."""
-    unlike = differences(Case(num_queries=3), context.seed)
+def check_shipped_perturbations(context: Context) -> Outcome:
+    """Compare a run of three perturbations a step with a literal loop that updates behind the loop over perturbations, bit for bit."""
+    unlike = differences(Case(num_perturbations=3), context.seed)
     return Outcome(float(len(unlike)), 0.0, "tensors and scalars that differ", tuple(unlike[:5]))
 
 
@@ -682,18 +687,18 @@ def check_nearest_is_best(context: Context) -> Outcome:
     )
 
 
-def check_queries(_context: Context) -> Outcome:
-    """Compare the squared error of a mean over queries with ``(d + 1)/n``, and fit its order."""
+def check_perturbations(_context: Context) -> Outcome:
+    """Compare the squared error of a mean over perturbations with ``(d + 1)/n``, and fit its order."""
     slope = _SLOPE[:2]
     mean, square = moments_of_estimate(lambda x: slope @ x, [0.1, 0.2], 1e-2, central=True)
     single = square - float(mean @ mean)
     size = float(slope @ slope)
     counts = [1, 2, 5, 10]
-    # Independent queries: variances add, the mean stays.
+    # Independent perturbations: variances add, the mean stays.
     errors = [single / n / size for n in counts]
     parts = {
         "mean": equal(mean, slope, what="E[g·u]", tolerance=1e-7),
-        "errors": equal(errors, [query_error(n, 2) for n in counts], what="(d + 1)/n", tolerance=1e-6),
+        "errors": equal(errors, [perturbation_error(n, 2) for n in counts], what="(d + 1)/n", tolerance=1e-6),
         "order": equal(
             fitted_slope([float(n) for n in counts], errors), -1.0, what="exponent of n", tolerance=1e-6
         ),
@@ -732,9 +737,10 @@ def check_perturbation_of_each(_context: Context) -> Outcome:
 
 
 def check_full_precision_update(context: Context) -> Outcome:
-    """Compare steps of three queries at rates that change with a literal loop, bit for bit, for both differences."""
+    """Compare steps of three perturbations at rates that change with a literal loop, bit for bit, for both differences."""
     return against_literal(
-        [Case(num_queries=3), Case(num_queries=3, difference="forward", perturbation="copies")], context.seed
+        [Case(num_perturbations=3), Case(num_perturbations=3, difference="forward", perturbation="copies")],
+        context.seed,
     )
 
 
@@ -851,7 +857,7 @@ def clamp_left_out(shipped, self, estimator, *rest):
     return factor * shipped(self, estimator, *rest)
 
 
-@planted("executors.steps.frames:StepFrame.at", "the last query's scalar for all")
+@planted("executors.steps.frames:StepFrame.at", "the last perturbation's scalar for all")
 def last_gradient(shipped, self, offset):
     source = shipped(self, offset)
     if source is None or not source.gradients:
@@ -874,7 +880,7 @@ _ONE_ROUNDING = Fault(
 )
 
 CHECKS: Checks = {
-    "quzo-full-precision-update": printed(check_full_precision_update, queries_summed),
+    "quzo-full-precision-update": printed(check_full_precision_update, perturbations_summed),
     "quzo-unit-variance-is-not-enough": (
         conditioned(partial(check_unit_variance, 0.0), central_by_epsilon),
         counterexample(partial(check_unit_variance, 1.0), central_by_epsilon),
@@ -941,9 +947,9 @@ CHECKS: Checks = {
         counterexample(check_range_end, clamped_too_far),
     ),
     "quzo-rounding-for-every-query": (
-        printed(check_roundings_by_query, uniforms_high),
+        printed(check_roundings_by_perturbation, uniforms_high),
         printed(
-            quantized.check_moves_by_query,
+            quantized.check_moves_by_perturbation,
             quantized.ONE_UNIFORM,
             quantized.UPDATE_NEAREST,
             quantized.UPDATE_UNIFORMS,
@@ -951,7 +957,7 @@ CHECKS: Checks = {
     ),
     "quzo-algorithm-1-updates-in-the-loop": (
         corrected(check_update_behind_loop, _ONE_ROUNDING),
-        corrected(check_shipped_queries, last_gradient, queries_summed),
+        corrected(check_shipped_perturbations, last_gradient, perturbations_summed),
         counterexample(check_update_within_loop, _ONE_ROUNDING),
     ),
     "quzo-recovery-at-the-ends": (
@@ -987,12 +993,12 @@ CHECKS: Checks = {
         ),
     ),
     "quzo-more-queries": printed(
-        check_queries,
+        check_perturbations,
         central_by_epsilon,
         Fault(
             "d + 2 for d + 1",
-            "proofs_checks.oracles.statements:query_error",
-            lambda shipped, num_queries, dimension: shipped(num_queries, dimension + 1),
+            "proofs_checks.oracles.statements:perturbation_error",
+            lambda shipped, num_perturbations, dimension: shipped(num_perturbations, dimension + 1),
         ),
     ),
     "quzo-accumulation": (

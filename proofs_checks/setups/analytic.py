@@ -99,7 +99,7 @@ def estimates(
     num_steps: int,
     *,
     seed: int,
-    num_queries: int = 1,
+    num_perturbations: int = 1,
     distribution: str = "gaussian",
     rng: str = "mezo",
     **estimator: Any,
@@ -107,7 +107,7 @@ def estimates(
     """Return gradient estimates as the shipped executor applies them.
 
     Every step starts at `theta`, runs with learning rate 1, and what the weights lose is the estimate ``g·z``
-    (the mean over queries).
+    (the mean over perturbations).
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def estimates(
     num_steps : int
         Sample size ``n``.
     seed : int
-    num_queries : int
+    num_perturbations : int
     distribution : str
         Distribution of the perturbations.
     rng : str
@@ -133,7 +133,7 @@ def estimates(
     model = AnalyticModel(loss)
     plan = plan_of(
         model,
-        estimator=Estimator(num_queries=num_queries, **estimator),
+        estimator=Estimator(num_perturbations=num_perturbations, **estimator),
         perturbations=Perturbations.model_validate({"distribution": distribution, "rng": rng}),
     )
     estimates_SP = torch.empty((num_steps, DIMENSION), dtype=torch.float64)

@@ -54,7 +54,7 @@ class Case:
     num_sequences: int = 2
     num_steps: int = 2
     resumed_at: int = 0
-    num_queries: int = 1
+    num_perturbations: int = 1
     difference: str = "central"
     rng: str = "mezo"
     distribution: str = "gaussian"
@@ -103,7 +103,11 @@ class Case:
             ),
             split=split,
             estimator=Estimator.model_validate(
-                {"num_queries": self.num_queries, "difference": self.difference, "epsilon": _EPSILON}
+                {
+                    "num_perturbations": self.num_perturbations,
+                    "difference": self.difference,
+                    "epsilon": _EPSILON,
+                }
             ),
             residency=Residency.model_validate(
                 {
@@ -150,7 +154,7 @@ def literally(case: Case, seed: int, num_steps: int | None = None) -> LiteralRun
         seed,
         epsilon=_EPSILON,
         weight_decay=_WEIGHT_DECAY,
-        num_queries=case.num_queries,
+        num_perturbations=case.num_perturbations,
         num_shards=case.data * case.num_micro_batches,
         central=case.difference == "central",
         residual=case.difference == "residual",
@@ -201,7 +205,7 @@ def _record(literal: LiteralRun, seed: int, step: int) -> StepRecord:
     zeros = tuple(0.0 for _ in gradients)
     return StepRecord(
         step=step,
-        seeds=tuple(seed_of(seed, step, query) for query in range(len(gradients))),
+        seeds=tuple(seed_of(seed, step, perturbation) for perturbation in range(len(gradients))),
         losses_plus=literal.losses_plus[step] or zeros,
         losses_minus=zeros if literal.central else None,
         loss_base=None if literal.central or literal.residual else 0.0,
@@ -229,35 +233,36 @@ def _unlike(trace: Trace, literal: LiteralRun) -> Iterator[str]:
     for record in trace.records:
         if record.projected_gradients != literal.gradients[record.step]:
             yield f"projected gradients of step {record.step}"
-    for (step, query, group), uses in trace.perturbations.items():
-        wanted = _joined(literal.sampled, step, query, trace.parameters[group])
-        again = _joined(literal.sampled | literal.resampled, step, query, trace.parameters[group])
+    for (step, perturbation, group), uses in trace.perturbations.items():
+        wanted = _joined(literal.sampled, step, perturbation, trace.parameters[group])
+        again = _joined(literal.sampled | literal.resampled, step, perturbation, trace.parameters[group])
         whole = [use for use in uses if use.numel() == wanted.numel()]  # factors are not products
         if not all(same_bits(use, wanted * _EPSILON) or same_bits(use, again * _EPSILON) for use in whole):
-            yield f"perturbation of {group} in step {step}, query {query}"
+            yield f"perturbation of {group} in step {step}, perturbation {perturbation}"
 
 
 def _joined(
     sampled: Mapping[tuple[int, int, str], Tensor],
     step: int,
-    query: int,
+    perturbation: int,
     parameters: Sequence[tuple[str, int]],
 ) -> Tensor:
     """Return the perturbation of a group's parameters."""
-    return torch.cat([sampled[step, query, name] for name, _ in parameters])
+    return torch.cat([sampled[step, perturbation, name] for name, _ in parameters])
 
 
 def _not_sampled(traces: Sequence[Trace], literal: LiteralRun, case: Case) -> list[str]:
     """Return parameters that no rank of a step drew: the union of what ranks draw must be the whole perturbation."""
     sampled = {
-        (step, query, name)
+        (step, perturbation, name)
         for trace in traces
-        for (step, query, group) in trace.perturbations
+        for (step, perturbation, group) in trace.perturbations
         for name, _ in trace.parameters[group]
     }
     wanted = {key for key in literal.sampled if key[0] >= case.resumed_at}
     return [
-        f"nobody drew {name} in step {step}, query {query}" for step, query, name in sorted(wanted - sampled)
+        f"nobody drew {name} in step {step}, perturbation {perturbation}"
+        for step, perturbation, name in sorted(wanted - sampled)
     ]
 
 
@@ -269,7 +274,7 @@ _ONE_DEVICE: Mapping[str, Sequence[Any]] = {
     "dtype": ("float32", "float64", "bfloat16"),
     "num_sequences": (2, 1, 3, 5),
     "num_steps": (2, 1, 3),
-    "num_queries": (1, 2, 3),
+    "num_perturbations": (1, 2, 3),
     "difference": ("central", "forward"),
     "rng": ("mezo", "counter"),
     "distribution": ("gaussian", "rademacher", "factorised", "lozo", "lozo-released"),

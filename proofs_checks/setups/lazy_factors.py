@@ -36,7 +36,7 @@ Factors = tuple[Tensor, Tensor]
 def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
     """Return the factors of a matrix in each step, as runs draw them."""
     factor_sampler = FactorSampler(
-        [(_ROWS, _COLUMNS)], {"block": [0]}, lambda _query: ["block"], _RANK, _CPU, torch.float64
+        [(_ROWS, _COLUMNS)], {"block": [0]}, lambda _perturbation: ["block"], _RANK, _CPU, torch.float64
     )
     factors = []
     for step in range(num_steps):
@@ -54,7 +54,7 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
 def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tensor:
     """Return a plan's ``factorised`` perturbation of a matrix, as a run draws it in the first step of a window."""
     factor_sampler = FactorSampler(
-        [shape], {"block": [0]}, lambda _query: ["block"], rank, _CPU, torch.float64
+        [shape], {"block": [0]}, lambda _perturbation: ["block"], rank, _CPU, torch.float64
     )
     made = factor_sampler.sequential("block", 0, 0, Window(0, (0,)), generator)
     assert made.rights[0] is not None
@@ -76,7 +76,7 @@ def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
         if rng == "counter":
             options = {
                 "step": step,
-                "query": 0,
+                "perturbation": 0,
                 "rng": rng,
                 "distribution": "gaussian",
                 "dtype": torch.float64,
@@ -355,8 +355,8 @@ def in_step_of_window(name: str, step: Callable[[Window], int]) -> Fault:
     """Return a fault for which every step is another one of its window."""
 
     @planted("executors.randomness.low_rank:FactorSampler.sequential", name)
-    def fault(shipped, self, group, query, _step, window, *rest):
-        return shipped(self, group, query, step(window), window, *rest)
+    def fault(shipped, self, group, perturbation, _step, window, *rest):
+        return shipped(self, group, perturbation, step(window), window, *rest)
 
     return fault
 
@@ -439,7 +439,9 @@ NO_RIGHT_FIRST = in_step_of_window("a window whose first step draws no V", lambd
 STALE_RIGHT = Fault(
     "V that outlives its window",
     _KEYED,
-    lambda shipped, self, group, query, _window: shipped(self, group, query, Window(0, (0,) * (query + 1))),
+    lambda shipped, self, group, perturbation, _window: shipped(
+        self, group, perturbation, Window(0, (0,) * (perturbation + 1))
+    ),
 )
 RATE_OFF = Fault(
     "an update that is 3 % long",

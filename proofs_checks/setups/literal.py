@@ -38,14 +38,14 @@ def chained(*numbers: int) -> int:
     return state
 
 
-def seed_of(seed: int, step: int, query: int) -> int:
-    """Return the seed of one step and query of a run."""
-    return chained(seed, step, query) % _SEEDS
+def seed_of(seed: int, step: int, perturbation: int) -> int:
+    """Return the seed of one step and perturbation of a run."""
+    return chained(seed, step, perturbation) % _SEEDS
 
 
-def block_seed(seed: int, step: int, query: int, block: int) -> int:
+def block_seed(seed: int, step: int, perturbation: int, block: int) -> int:
     """Return the seed of a block of the ``counter`` discipline: a permutation of its number, keyed by the perturbation."""
-    state = chained(seed, step, query)
+    state = chained(seed, step, perturbation)
     tweak = chained(state) & _MASK32
     x = (block * ((state & _MASK32) | 1) + (state >> 32)) & _MASK32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK32
@@ -83,20 +83,20 @@ def perturbations(
     *,
     seed: int,
     step: int,
-    query: int,
+    perturbation: int,
     rng: str,
     distribution: str,
     dtype: torch.dtype,
     order: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Return the perturbation of one step and query, a tensor for each parameter.
+    """Return the perturbation of one index and step, a tensor for each parameter.
 
     Parameters
     ----------
     shapes : sequence
         Of the parameters, in registration order.
     seed : int
-        Of the step and query.
+        Of the step and perturbation.
     order : sequence of int, optional
         Positions of the parameters in the order in which ``mezo`` draws for them; by default registration order.
     """
@@ -110,7 +110,7 @@ def perturbations(
     for number, shape in enumerate(shapes):
         numel, pieces = int(np.prod(shape)), [torch.empty(0, dtype=dtype)]
         for begin in range(0, numel, length):
-            generator = torch.Generator().manual_seed(block_seed(seed, step, query, block))
+            generator = torch.Generator().manual_seed(block_seed(seed, step, perturbation, block))
             pieces.append(sampled((min(length, numel - begin),), distribution, generator, dtype))
             block += 1
         z[number] = torch.cat(pieces).view(*shape)
@@ -120,11 +120,11 @@ def perturbations(
 def perturbations_of_steps(
     num_steps: int, seed: int, shapes: Sequence[Sequence[int]] = ANALYTIC_SHAPES
 ) -> list[Tensor]:
-    """Return the flat normal perturbation of each step's first query, in float64, under ``counter``."""
+    """Return the flat first normal perturbation of each step, in float64, under ``counter``."""
     flat = []
     for step in range(num_steps):
         options = {"rng": "counter", "distribution": "gaussian", "dtype": torch.float64}
-        parts = perturbations(shapes, seed=seed_of(seed, step, 0), step=step, query=0, **options)  # type: ignore[arg-type]
+        parts = perturbations(shapes, seed=seed_of(seed, step, 0), step=step, perturbation=0, **options)  # type: ignore[arg-type]
         flat.append(torch.cat([part.flatten() for part in parts]))
     return flat
 
@@ -147,7 +147,7 @@ class LiteralRun:
     model : torch.nn.Module
         Changed by :meth:`step`.
     epsilon, weight_decay : float
-    num_queries, num_shards : int
+    num_perturbations, num_shards : int
         Shards are neighbouring sequences, the first longer by one where they cannot be alike; their losses are averaged
         over labels, in float64.
     central, copies : bool
@@ -164,7 +164,7 @@ class LiteralRun:
         ``U·Vᵀ``), and ``V`` stays for so many steps. In a window's first step ``lozo-released`` updates along what its generator draws
         without passing ``V`` again: other numbers throughout.
     sampled, resampled : dict
-        By step, query and parameter name: ``z``; and what an update goes along, where that is another.
+        By step, perturbation and parameter name: ``z``; and what an update goes along, where that is another.
     gradients : list of tuple of float
         Projected gradients of each step.
     losses_plus : list of tuple of float
@@ -176,7 +176,7 @@ class LiteralRun:
     seed: int
     epsilon: float = 1e-3
     weight_decay: float = 0.0
-    num_queries: int = 1
+    num_perturbations: int = 1
     num_shards: int = 1
     central: bool = True
     copies: bool = False
@@ -206,43 +206,43 @@ class LiteralRun:
     def step(self, batch: Batch, learning_rate: float) -> None:
         """Run one step."""
         number = len(self.gradients)
-        z = [self._perturbation(number, query) for query in range(self.num_queries)]
+        z = [self._perturbation(number, perturbation) for perturbation in range(self.num_perturbations)]
         base = None if self.central or self.residual else self._loss(batch)
         gradients, losses = [], []
-        for query in range(self.num_queries):
+        for perturbation in range(self.num_perturbations):
             if self.residual:
-                losses.append(self._loss_beside(batch, z[query]))
-                before = self.losses_plus[-1][query] if self.losses_plus else losses[-1]
+                losses.append(self._loss_beside(batch, z[perturbation]))
+                before = self.losses_plus[-1][perturbation] if self.losses_plus else losses[-1]
                 gradients.append((losses[-1] - before) / self.epsilon)
                 continue
-            plus, other = self._losses(batch, z[query], base)
+            plus, other = self._losses(batch, z[perturbation], base)
             gradients.append(((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item())
-        for query, g in enumerate(gradients):
-            along = self._update_perturbation(number, query) or z[query]
-            self._update(along, g / self.num_queries, learning_rate, decays=query == 0)
+        for perturbation, g in enumerate(gradients):
+            along = self._update_perturbation(number, perturbation) or z[perturbation]
+            self._update(along, g / self.num_perturbations, learning_rate, decays=perturbation == 0)
         self.gradients.append(tuple(gradients))
         self.losses_plus.append(tuple(losses))
 
-    def _perturbation(self, number: int, query: int) -> dict[str, Tensor]:
+    def _perturbation(self, number: int, perturbation: int) -> dict[str, Tensor]:
         named = self.tuned
         names = list(named)
         if self.distribution in ("factorised", "lozo", "lozo-released"):
-            z = self._of_factors(named, number, query)
-            self.sampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+            z = self._of_factors(named, number, perturbation)
+            self.sampled |= {(number, perturbation, name): tensor.flatten() for name, tensor in z.items()}
             return z
         places = {name: place for place, name in enumerate(names)}
         tensors = perturbations(
             [parameter.shape for parameter in named.values()],
-            seed=seed_of(self.seed, number, query),
+            seed=seed_of(self.seed, number, perturbation),
             step=number,
-            query=query,
+            perturbation=perturbation,
             rng=self.rng,
             distribution=self.distribution,
             dtype=next(iter(named.values())).dtype,
             order=[places[name] for name in self._in_order(names)],
         )
         z = dict(zip(names, tensors, strict=True))
-        self.sampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+        self.sampled |= {(number, perturbation, name): tensor.flatten() for name, tensor in z.items()}
         return z
 
     def _in_order(self, names: Sequence[str]) -> list[str]:
@@ -258,24 +258,24 @@ class LiteralRun:
 
         return sorted(names, key=place)
 
-    def _update_perturbation(self, number: int, query: int) -> dict[str, Tensor]:
+    def _update_perturbation(self, number: int, perturbation: int) -> dict[str, Tensor]:
         """Return what an update goes along where that is not what was perturbed by; else nothing."""
         if self.distribution != "lozo-released" or number % self.lazy_steps:
             return {}
         named = self.tuned
-        lefts = self._factors(named, number, query, passes_rights=False)
-        rights = self._factors(named, number, query)
+        lefts = self._factors(named, number, perturbation, passes_rights=False)
+        rights = self._factors(named, number, perturbation)
         z = {}
         for name, parameter in named.items():
             left, right = lefts[name][0], rights[name][1]
             z[name] = (left if right is None else left @ right.T).view(parameter.shape)
-        self.resampled |= {(number, query, name): tensor.flatten() for name, tensor in z.items()}
+        self.resampled |= {(number, perturbation, name): tensor.flatten() for name, tensor in z.items()}
         return z
 
-    def _of_factors(self, named: Mapping[str, Tensor], number: int, query: int) -> dict[str, Tensor]:
+    def _of_factors(self, named: Mapping[str, Tensor], number: int, perturbation: int) -> dict[str, Tensor]:
         """Return ``U·Vᵀ`` of matrices, with the ``V`` of the window's first step; normals of other tensors."""
         first = number - number % self.lazy_steps
-        lefts, rights = self._factors(named, number, query), self._factors(named, first, query)
+        lefts, rights = self._factors(named, number, perturbation), self._factors(named, first, perturbation)
         divisor = self.rank**0.5 if self.distribution == "factorised" else 1.0
         z = {}
         for name, parameter in named.items():
@@ -287,10 +287,10 @@ class LiteralRun:
         return z
 
     def _factors(
-        self, named: Mapping[str, Tensor], number: int, query: int, *, passes_rights: bool = True
+        self, named: Mapping[str, Tensor], number: int, perturbation: int, *, passes_rights: bool = True
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Return ``U``, and in a window's first step ``V``, of every matrix; and other tensors' normals."""
-        seed = seed_of(self.seed, number, query)
+        seed = seed_of(self.seed, number, perturbation)
         opens = passes_rights and number % self.lazy_steps == 0
         rank, dtype = self.rank, next(iter(named.values())).dtype
         shapes = [tuple(parameter.shape) for parameter in named.values()]
@@ -300,7 +300,7 @@ class LiteralRun:
         if self.rng == "counter":
             options = {
                 "step": number,
-                "query": query,
+                "perturbation": perturbation,
                 "rng": "counter",
                 "distribution": "gaussian",
                 "dtype": dtype,

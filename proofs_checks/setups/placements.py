@@ -41,7 +41,7 @@ BLOCKWISE: dict[str, Any] = {}
 DELAYED: dict[str, Any] = {"schedule": Schedule(update="delayed")}
 OFFLOADED: dict[str, Any] = {"residency": Residency(blocks="offloaded"), **DELAYED}
 Key = tuple[int, int, str]
-"""Step, query and parameter group of a perturbation."""
+"""Step, perturbation and parameter group of a perturbation."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sweep:
     Attributes
     ----------
     key : tuple
-        Step, query and group.
+        Step, perturbation and group.
     scale : int
     before, after : torch.Tensor
         The group's parameters before and after.
@@ -73,9 +73,9 @@ class Trace:
     weights : dict of str to torch.Tensor
         After the flush.
     sampled : dict
-        By step, query and group: the perturbation ``z``.
+        By step, perturbation and group: the perturbation ``z``.
     perturbations : dict
-        By step, query and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
+        By step, perturbation and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
         it multiplied already, updates find ``z``.
     sweeps : list of Sweep
     parameters : dict
@@ -195,7 +195,7 @@ def _observed(
         if used is None:
             action(frame)
             return
-        key, z, before = (used.step, op.query, op.group), values(perturbation), values(read)
+        key, z, before = (used.step, op.perturbation, op.group), values(perturbation), values(read)
         action(frame)
         if not is_kept_scaled:
             trace.sampled[key] = z

@@ -223,15 +223,15 @@ def check_moves_at_the_ends(_context: Context) -> Outcome:
     )
 
 
-def check_moves_by_query(context: Context) -> Outcome:
-    """Compare mean and variance of shipped updates, rounded once and for each of three queries, with theory."""
+def check_moves_by_perturbation(context: Context) -> Outcome:
+    """Compare mean and variance of shipped updates, rounded once and for each of three perturbations, with theory."""
     pieces, count = (19 / 64, -29 / 64, 9 / 64), context.samples(1_000_000, 380_000)
     uniforms = RoundingUniforms([count], _CPU)
 
     def updated(updates: Sequence[float]) -> Tensor:
         quantized = weights_of(torch.zeros((count, 1)), 1.0, 8)
-        for query, update in enumerate(updates):
-            key = rounding_key(context.seed, 0, query, "update")
+        for perturbation, update in enumerate(updates):
+            key = rounding_key(context.seed, 0, perturbation, "update")
             along = torch.full((count, 1), update)
             quantized.apply(along, 1.0, partial(uniforms.between, parameter=0, key=key))
         return levels_of(quantized)
@@ -246,7 +246,7 @@ def check_moves_by_query(context: Context) -> Outcome:
     expected = [-total, spread(total), -total, sum(map(spread, pieces))]
     in_steps = torch.tensor([1.0, expected[1], 1.0, expected[3]], dtype=torch.float64)
     return compare_means(
-        "once; for every query",
+        "once; for every perturbation",
         columns,
         torch.tensor(expected, dtype=torch.float64),
         scale=in_steps,
@@ -349,9 +349,9 @@ CLAMP_WIDE = Fault(
     lambda shipped, self, numbers: shipped(altered(self, high=self.high + 1), numbers),
 )
 ONE_UNIFORM = Fault(
-    "one uniform number for all queries",
+    "one uniform number for all perturbations",
     "executors.randomness.rounded:rounding_key",
-    lambda shipped, seed, step, _query, purpose: shipped(seed, step, 0, purpose),
+    lambda shipped, seed, step, _perturbation, purpose: shipped(seed, step, 0, purpose),
 )
 STORED = perturbed_then(
     "perturbed weights stored in their own few bits",

@@ -20,7 +20,7 @@ from proofs_checks.exact import at_most, equal, exceeds, is_true, normal_nodes, 
 from proofs_checks.faults import (
     central_by_epsilon,
     forward_by_two_epsilon,
-    queries_summed,
+    perturbations_summed,
     rounding_up,
 )
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -78,7 +78,13 @@ def check_one_perturbation_each(_context: Context) -> Outcome:
 def check_split_evaluations(difference: str, context: Context) -> Outcome:
     """Compare two shipped nodes that pass activations on with a literal loop over the whole model, with one difference."""
     unlike = differences(
-        Case(split_points=("block.1",), traversal="sweep", difference=difference, num_queries=2, num_steps=1),
+        Case(
+            split_points=("block.1",),
+            traversal="sweep",
+            difference=difference,
+            num_perturbations=2,
+            num_steps=1,
+        ),
         context.seed,
     )
     return is_true(not unlike, what=f"{difference}: {unlike[:3] or 'no bit differs'}")
@@ -306,10 +312,10 @@ CHECKS: Checks = {
         counterexample(check_same_seed, forward_by_two_epsilon),
     ),
     "sparq-split-loss-is-the-loss": printed(
-        partial(check_split_evaluations, "forward"), forward_by_two_epsilon, queries_summed
+        partial(check_split_evaluations, "forward"), forward_by_two_epsilon, perturbations_summed
     ),
     "sparq-split-central-difference": printed(
-        partial(check_split_evaluations, "central"), central_by_epsilon, queries_summed
+        partial(check_split_evaluations, "central"), central_by_epsilon, perturbations_summed
     ),
     "sparq-assumption-4-unbounded-layers": (
         conditioned(

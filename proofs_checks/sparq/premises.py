@@ -145,9 +145,9 @@ def check_last_lines_of_lemma_4(context: Context) -> Outcome:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def _counts(hidden_factor: int, difference: str, num_queries: int) -> StepCounts:
+def _counts(hidden_factor: int, difference: str, num_perturbations: int) -> StepCounts:
     """Return what a step of two stages sends, with blocks that are so many times as wide."""
-    estimator = Estimator.model_validate({"difference": difference, "num_queries": num_queries})
+    estimator = Estimator.model_validate({"difference": difference, "num_perturbations": num_perturbations})
     plan = staged(("block.0",), "sweep", estimator=estimator)
     spec = plan.model.model_dump(mode="json")
     for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
@@ -184,10 +184,10 @@ def check_forth_grows_with_dimension(_context: Context) -> Outcome:
     )
 
 
-def _activations(num_queries: int) -> tuple[int, int]:
+def _activations(num_perturbations: int) -> tuple[int, int]:
     """Return activations a step of shipped programs with forward and with central differences."""
     forward, central = (
-        _counts(1, difference, num_queries).num_activations for difference in ("forward", "central")
+        _counts(1, difference, num_perturbations).num_activations for difference in ("forward", "central")
     )
     return forward, central
 
@@ -195,10 +195,12 @@ def _activations(num_queries: int) -> tuple[int, int]:
 def check_forward_sends_less(_context: Context) -> Outcome:
     """Compare activations of both differences for two and more perturbations."""
     parts = {}
-    for queries in (2, 3, 5):
-        forward, central = _activations(queries)
-        parts[f"P = {queries}"] = equal([forward, central], [queries + 1, 2 * queries], what="activations")
-        parts[f"P = {queries}, less"] = exceeds(central, forward, what="central against forward")
+    for perturbations in (2, 3, 5):
+        forward, central = _activations(perturbations)
+        parts[f"P = {perturbations}"] = equal(
+            [forward, central], [perturbations + 1, 2 * perturbations], what="activations"
+        )
+        parts[f"P = {perturbations}, less"] = exceeds(central, forward, what="central against forward")
     return everything_holds(parts)
 
 

@@ -143,7 +143,7 @@ def check_shared_perturbation(_context: Context) -> Outcome:
 
 
 def check_noise_of_losses(_context: Context) -> Outcome:
-    """Compare what independent noise in every loss adds to ``E|ĝ|²``, for one query and two that may share a base, by enumeration."""
+    """Compare what independent noise in every loss adds to ``E|ĝ|²``, for one perturbation and two that may share a base, by enumeration."""
     noise, parts = 0.3, {}
     nodes, weights = normal_nodes(2, 2)
     pairs = list(zip(nodes, weights.tolist(), strict=True))
@@ -151,21 +151,21 @@ def check_noise_of_losses(_context: Context) -> Outcome:
         name, theory = (
             ("central", noise**2 * 2 / (2 * _MU**2)) if central else ("forward", 2 * noise**2 * 2 / _MU**2)
         )
-        for queries in (1, 2):
-            num_losses = 2 * queries if central else queries + 1
+        for perturbations in (1, 2):
+            num_losses = 2 * perturbations if central else perturbations + 1
             total = 0.0
             for signs in itertools.product((-noise, noise), repeat=num_losses):
                 losses = [torch.tensor(sign, dtype=torch.float64) for sign in signs]
-                for sampled in itertools.product(pairs, repeat=queries):
+                for sampled in itertools.product(pairs, repeat=perturbations):
                     estimate, probability = np.zeros(2), 1.0
-                    for query, (u, weight) in enumerate(sampled):
-                        other = losses[queries + query] if central else losses[queries]
-                        g = projected_gradient(losses[query], other, _MU, central=central).item()
-                        estimate += g * u / queries
+                    for perturbation, (u, weight) in enumerate(sampled):
+                        other = losses[perturbations + perturbation] if central else losses[perturbations]
+                        g = projected_gradient(losses[perturbation], other, _MU, central=central).item()
+                        estimate += g * u / perturbations
                         probability *= weight
                     total += probability * float(estimate @ estimate)
-            parts[f"{name}, {queries} queries"] = equal(
-                total / 2**num_losses, theory / queries, what="E|ĝ|² of losses that are noise alone"
+            parts[f"{name}, {perturbations} perturbations"] = equal(
+                total / 2**num_losses, theory / perturbations, what="E|ĝ|² of losses that are noise alone"
             )
     return everything_holds(parts)
 

@@ -39,7 +39,7 @@ _ROUND_TRIP = (1, -2, 1)
 
 
 def _visits(trace: Trace) -> dict[Key, list[Sweep]]:
-    """Return the perturbations of each step, query and group, in the order in which they ran."""
+    """Return the perturbations of each step, index and group, in the order in which they ran."""
     by_key: dict[Key, list[Sweep]] = {}
     for sweep in trace.sweeps:
         by_key.setdefault(sweep.key, []).append(sweep)
@@ -152,9 +152,9 @@ def check_copies(context: Context) -> Outcome:
 def check_delayed(context: Context) -> Outcome:
     """Count what differs from a literal loop that updates at once, under a changing learning rate, with decay."""
     cases = [
-        Case(num_steps=3, update="delayed", blocks=blocks, num_queries=queries)
+        Case(num_steps=3, update="delayed", blocks=blocks, num_perturbations=perturbations)
         for blocks in ("resident", "offloaded")
-        for queries in (1, 2)
+        for perturbations in (1, 2)
     ]
     chosen = random_cases("one device", context.samples(100, 8), context.seed + 1)
     cases += [case for case in chosen if case.update == "delayed"]
@@ -207,10 +207,10 @@ def with_leaps(name: str, scales: Mapping[int, int]) -> Fault:
     """Return a fault of perturbations by other multiples of the perturbation, by multiple."""
 
     @planted("zosim.lowering.weights:Points.path", name)
-    def fault(shipped, self, query):
+    def fault(shipped, self, perturbation):
         return tuple(
             tuple(leap._replace(scale=scales.get(leap.scale, leap.scale)) for leap in leaps)
-            for leaps in shipped(self, query)
+            for leaps in shipped(self, perturbation)
         )
 
     return fault
@@ -221,7 +221,7 @@ def no_update_of_zero(shipped, self, instruction):
     update, op = shipped(self, instruction), instruction.op
 
     def action(frame):
-        if (source := frame.at(op.step)) is not None and source.gradients[op.query]:
+        if (source := frame.at(op.step)) is not None and source.gradients[op.perturbation]:
             update(frame)
 
     return action

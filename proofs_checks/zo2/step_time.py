@@ -81,7 +81,7 @@ def machine(copy_bytes_per_s: float) -> Machine:
     return Machine(profile)
 
 
-def program(*, num_queries: int = 1, update: str = "delayed", overlap: bool = True) -> Program:
+def program(*, num_perturbations: int = 1, update: str = "delayed", overlap: bool = True) -> Program:
     """Return the offloaded program."""
     return lower(
         Plan(
@@ -89,7 +89,7 @@ def program(*, num_queries: int = 1, update: str = "delayed", overlap: bool = Tr
             placement=Placement(topology="none", devices=("gpu0",)),
             batch=1,
             seq=64,
-            estimator=Estimator(num_queries=num_queries),
+            estimator=Estimator(num_perturbations=num_perturbations),
             residency=Residency(blocks="offloaded", overlap=overlap),
             schedule=Schedule.model_validate({"update": update}),
         )
@@ -147,20 +147,20 @@ def block_bytes() -> int:
 def check_step_time(context: Context) -> Outcome:
     """Compare simulated periodic steps with the closed form, over machines from compute- to transfer-bound."""
     details, largest = [], 0.0
-    for num_queries in (1, 2):
+    for num_perturbations in (1, 2):
         for overlap in (True, False):
-            shape = program(num_queries=num_queries, overlap=overlap)
+            shape = program(num_perturbations=num_perturbations, overlap=overlap)
             errors = []
             for ratio in _RATIOS[:: context.samples(1, 2)]:
                 transfer = ratio * seconds(2, 0.0).block
-                expected = seconds(2 * num_queries, transfer)
+                expected = seconds(2 * num_perturbations, transfer)
                 wanted = expected.overlapped if overlap else expected.serial
                 step_s = simulate(shape, machine(block_bytes() / transfer)).step_time_s
                 errors.append(abs(step_s / wanted - 1))
             largest = max(largest, *errors)
             kind = "overlapped" if overlap else "serial"
             details.append(
-                f"{2 * num_queries} forwards, {kind}: off by {max(errors):.1e} over {len(errors)} machines"
+                f"{2 * num_perturbations} forwards, {kind}: off by {max(errors):.1e} over {len(errors)} machines"
             )
     return Outcome(largest, TOLERANCE, "relative error of the closed form", tuple(details))
 
@@ -170,19 +170,23 @@ def check_traffic(_context: Context) -> Outcome:
     details, largest = [], 0.0
     weights = NUM_BLOCKS * block_bytes()
     once = _flops(program()) / 2
-    for name, num_queries, update, trips in (
+    for name, num_perturbations, update, trips in (
         ("central", 1, "delayed", 1),
-        ("central, 3 queries", 3, "delayed", 1),
+        ("central, 3 perturbations", 3, "delayed", 1),
         ("no efficient update", 1, "immediate", 2),
     ):
-        shape = program(num_queries=num_queries, update=update)
+        shape = program(num_perturbations=num_perturbations, update=update)
         up, down = _copied(shape, "upload"), _copied(shape, "offload")
         # An update in place needs no way back of the first visit's unchanged weights, but a drifted restore does.
         forwards = _flops(shape) / once
         details.append(
             f"{name}: {up / weights:.4f} uploads, {down / weights:.4f} offloads, {forwards:g} forwards"
         )
-        errors = (up / (trips * weights) - 1, down / (trips * weights) - 1, forwards / (2 * num_queries) - 1)
+        errors = (
+            up / (trips * weights) - 1,
+            down / (trips * weights) - 1,
+            forwards / (2 * num_perturbations) - 1,
+        )
         largest = max(largest, *map(abs, errors))
     single = abs(once / _matmul_flops_of_one_forward() - 1)
     details.append(
@@ -204,9 +208,9 @@ def _matmul_flops_of_one_forward() -> float:
     return (NUM_BLOCKS * parts.block + parts.head) * _FLOP_PER_S
 
 
-@planted("zosim.lowering.weights:Points.path", "one forward per query")
-def one_forward(shipped, self, query):
-    there, (across,), _back = shipped(self, query)
+@planted("zosim.lowering.weights:Points.path", "one forward per perturbation")
+def one_forward(shipped, self, perturbation):
+    there, (across,), _back = shipped(self, perturbation)
     return there, (across._replace(point=BASE, scale=-1),)
 
 

@@ -358,7 +358,7 @@ def check_replayed(context: Context) -> Outcome:
             perturbations=Perturbations.model_validate(
                 {"distribution": distribution, "rank": _RANK, "lazy_steps": _LAZY_STEPS, "rng": rng}
             ),
-            estimator=Estimator(num_queries=2),
+            estimator=Estimator(num_perturbations=2),
         )
         options: dict[str, Any] = {"num_timed_steps": 0, "loss_dtype": "fp64", "seed": context.seed}
         with Session(plan, model, learning_rate=lambda step: 0.1 / (step + 1), **options) as session:
@@ -383,7 +383,7 @@ def check_replayed(context: Context) -> Outcome:
         if distribution != "lozo-released":
             increments = next(iter(state.increments.values()))
             parts[f"{distribution}, {rng}, increments"] = equal(
-                float(increments.rank), float(windows * _RANK), what="one for each window and query"
+                float(increments.rank), float(windows * _RANK), what="one for each window and perturbation"
             )
     return everything_holds(parts)
 
@@ -503,9 +503,9 @@ def answers_to_another(shipped, self, requests):
     return sorted(order), *rest
 
 
-@planted(_ADD_TO, "a sum of queries for their mean")
-def queries_of_records_summed(shipped, self, state, record, records):
-    rate = record.learning_rate * self._plan.estimator.num_queries
+@planted(_ADD_TO, "a sum of perturbations for their mean")
+def perturbations_of_records_summed(shipped, self, state, record, records):
+    rate = record.learning_rate * self._plan.estimator.num_perturbations
     shipped(self, state, replace(record, learning_rate=rate), records)
 
 
@@ -606,7 +606,7 @@ CHECKS: Checks = {
                 self, state, replace(record, learning_rate=-record.learning_rate), records
             ),
         ),
-        queries_of_records_summed,
+        perturbations_of_records_summed,
         Fault(
             "V of the step itself",
             _ADD_TO,

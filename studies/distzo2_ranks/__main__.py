@@ -34,11 +34,11 @@ def slices() -> None:
 
 def perturbations() -> None:
     """Show what each rank draws and forwards when perturbations and ranks grow together."""
-    for num_queries, num_ranks in ((1, 1), (1, 2), (2, 2), (2, 4)):
-        planned = perturbed(num_queries, num_ranks)
+    for num_perturbations, num_ranks in ((1, 1), (1, 2), (2, 2), (2, 4)):
+        planned = perturbed(num_perturbations, num_ranks)
         step_s = planned.step_time_s
         print(
-            f"P = {num_queries}, hosts: {num_ranks}: draws {_busy(planned, 'sample'):.2f} s a rank, forwards "
+            f"P = {num_perturbations}, hosts: {num_ranks}: draws {_busy(planned, 'sample'):.2f} s a rank, forwards "
             f"{_busy(planned, 'forward'):.2f} s, step {step_s:.2f} s"
         )
 

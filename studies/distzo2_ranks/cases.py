@@ -62,11 +62,13 @@ def offloaded(
     )
 
 
-def perturbed(num_queries: int, num_ranks: int, *, model: str = "opt-125m") -> PlannedRun:
+def perturbed(num_perturbations: int, num_ranks: int, *, model: str = "opt-125m") -> PlannedRun:
     """Return a step of this many directions, their evaluation points shared out among hosts without GPUs."""
     topology = load_preset("cpu-cluster-1gbit")
     mesh = Mesh(perturb=num_ranks)
-    return _planned(topology, mesh, model, 1, seq=256, estimator=Estimator(num_queries=num_queries))
+    return _planned(
+        topology, mesh, model, 1, seq=256, estimator=Estimator(num_perturbations=num_perturbations)
+    )
 
 
 def _planned(

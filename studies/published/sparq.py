@@ -30,8 +30,8 @@ from topology.errors import ZosimError
 PAPER = "SparQ"
 VOLUME, KEPT = "comm_volume", "memory_extra_messages"
 MESSAGES = "messages"
-NUM_QUERIES = 5
-FORWARD, CENTRAL = NUM_QUERIES + 1, 2 * NUM_QUERIES
+NUM_PERTURBATIONS = 5
+FORWARD, CENTRAL = NUM_PERTURBATIONS + 1, 2 * NUM_PERTURBATIONS
 BASE_BITS = 16
 
 WIDTHS = {"OPT-125M": 3072, "OPT-1.3B": 8192, "OPT-6.7B": 16384, "GPT2": 3072, "Llama-1B": 8192}
@@ -177,9 +177,9 @@ def refuse_other_settings(row: PublishedRow) -> None:
 def _num_points(row: PublishedRow, method: str) -> int:
     """Return the activations of a step: of ``2P`` points for ZO-SGD, of ``P + 1`` for SparQ unless it says central."""
     reported = re.search(r"P=(\d+)", row["note"])
-    num_queries = int(reported[1]) if reported else NUM_QUERIES
+    num_perturbations = int(reported[1]) if reported else NUM_PERTURBATIONS
     is_central = method == "ZO-SGD" or "central" in row["method"] + row["note"]
-    return 2 * num_queries if is_central else num_queries + 1
+    return 2 * num_perturbations if is_central else num_perturbations + 1
 
 
 def _bits(row: PublishedRow, method: str) -> int:

@@ -175,11 +175,11 @@ class Ablation:
 
 
 def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
-    """Yield the energy of 4-bit normalised estimates with several queries, and with perturbations that are mostly zero.
+    """Yield the energy of 4-bit normalised estimates with several perturbations, and with perturbations that are mostly zero.
 
     Notes
     -----
-    The mean of ``n`` queries has ``1 + (e - 1)/n`` of an energy ``e``. A perturbation of which a part ``k`` is not zero has
+    The mean of ``n`` perturbations has ``1 + (e - 1)/n`` of an energy ``e``. A perturbation of which a part ``k`` is not zero has
     ``m₂ = k`` and a fourth moment ``k·m₄``, so that it is ``d - 1 + m₄/k`` where it was ``d - 1 + m₄``: noise hardly grows
     with sparsity, since what is not drawn neither helps nor harms. One point with residual feedback, QuZO's baseline,
     takes ``(l(w + εû) - l(w + εû'))/ε`` for the projected gradient, with the ``û'`` of the step before: one forward a step,
@@ -193,9 +193,11 @@ def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
     moments, square = perturbation.moments, gradient.dot(gradient)
     dense = perturbation.relative_energy("normalised", num_weights)
     samples = problem.slopes(qvalues)[:, None] * qvalues / moments.second
-    for num_queries in (1, 5, 10):
-        means = samples.view(-1, num_queries, num_weights).mean(1)
-        yield _ablation(f"{num_queries} queries", means, square, 1 + (dense - 1) / num_queries)
+    for num_perturbations in (1, 5, 10):
+        means = samples.view(-1, num_perturbations, num_weights).mean(1)
+        yield _ablation(
+            f"{num_perturbations} perturbations", means, square, 1 + (dense - 1) / num_perturbations
+        )
     for part in (0.5, 0.2):
         kept = torch.rand(qvalues.shape, generator=generator, dtype=torch.float64) < part
         sparse = qvalues * kept

@@ -60,7 +60,7 @@ class TrainingCase:
         Fields of the axis.
     dtype : str
         Of what is not quantized.
-    num_queries : int
+    num_perturbations : int
     rate : float
         Multiple of the task's learning rate.
     is_first_order : bool
@@ -74,7 +74,7 @@ class TrainingCase:
     name: str
     low_bits: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
-    num_queries: int = 1
+    num_perturbations: int = 1
     rate: float = 1.0
     is_first_order: bool = False
     is_one_point: bool = False
@@ -109,13 +109,15 @@ def _cases() -> Iterator[TrainingCase]:
             f"int4, sparse, perturbations of 2 bits, {estimator}",
             sparse["int4"] | {"estimator": estimator, "perturbation_bits": 2},
         )
-    for queries in (5, 10):
-        yield TrainingCase(f"int8, sparse, {queries} queries", sparse["int8"], num_queries=queries)
+    for perturbations in (5, 10):
         yield TrainingCase(
-            f"int8, sparse, {queries} queries, {queries} times the rate",
+            f"int8, sparse, {perturbations} perturbations", sparse["int8"], num_perturbations=perturbations
+        )
+        yield TrainingCase(
+            f"int8, sparse, {perturbations} perturbations, {perturbations} times the rate",
             sparse["int8"],
-            num_queries=queries,
-            rate=queries,
+            num_perturbations=perturbations,
+            rate=perturbations,
         )
     for base, adapters in (("int8", "none"), ("int8", "int8"), ("int4", "none"), ("int4", "int4")):
         kept = "" if adapters == "none" else f" in {adapters}"
@@ -192,7 +194,7 @@ def _plan(model: nn.Module, case: TrainingCase) -> Plan:
         batch=TaskSettings().batch,
         seq=config.max_position_embeddings,
         weights=Weights.model_validate({"dtype": case.dtype}),
-        estimator=Estimator(epsilon=TaskSettings().epsilon, num_queries=case.num_queries),
+        estimator=Estimator(epsilon=TaskSettings().epsilon, num_perturbations=case.num_perturbations),
         low_bits=LowBits.model_validate(case.low_bits),
         perturbations=Perturbations(rng="counter"),
     )

@@ -59,7 +59,7 @@ def _stages(
     *,
     inside: bool = False,
     codec: str = "none",
-    queries: int = 1,
+    perturbations: int = 1,
     difference: str = "central",
     densities: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]:
@@ -69,7 +69,7 @@ def _stages(
     axes = {
         "schedule": {"traversal": traversal},
         "split": split,
-        "estimator": {"num_queries": queries, "difference": difference},
+        "estimator": {"num_perturbations": perturbations, "difference": difference},
         "densities": densities,
     }
     return STAGED, {"stage": 2}, MappingProxyType(axes)
@@ -91,8 +91,8 @@ STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]
         "stages, sweep, inside, q4:entropy": _stages(
             "sweep", inside=True, codec="q4:entropy", densities=_INSIDE_AT_4_BITS
         ),
-        "stages, 4 queries, sweep, forward, q4:dense": _stages(
-            "sweep", codec="q4:dense", queries=4, difference="forward"
+        "stages, 4 perturbations, sweep, forward, q4:dense": _stages(
+            "sweep", codec="q4:dense", perturbations=4, difference="forward"
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""``python -m studies.sparq.pipelining``: how long two gloo stages idle in a step of several queries, predicted and measured.
+"""``python -m studies.sparq.pipelining``: how long two gloo stages idle in a step of several perturbations, predicted and measured.
 
 The embedded task, split inside block 1, plain numbers, one thread for each stage; what differs is when a stage's weights
 pass from point to point: one state of them, for which perturbations may be kept, or copies, which may be written ahead on a stream
@@ -33,7 +33,7 @@ from zosim.program.instructions import Stream
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("pipelining.csv")
-NUM_QUERIES = 4
+NUM_PERTURBATIONS = 4
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("blockwise", {"schedule": {"traversal": "blockwise"}}),
     ("sweep", {"schedule": {"traversal": "sweep"}}),
@@ -83,7 +83,7 @@ def plans() -> list[Plan]:
     split = CodecCase("none", INSIDE).split()
     made = plan_of(model, split, epsilon=TaskSettings().epsilon, num_stages=2).model_dump(mode="json")
     made["seq"] = batch["input_ids"].shape[1]
-    made["estimator"]["num_queries"] = NUM_QUERIES
+    made["estimator"]["num_perturbations"] = NUM_PERTURBATIONS
     return [
         Plan.model_validate(made | {axis: made[axis] | fields for axis, fields in axes.items()})
         for _, axes in CASES
@@ -141,7 +141,7 @@ def main() -> None:
 def table(rows: list[Idle]) -> Table:
     """Return, of every case, what is predicted and what was measured."""
     columns: dict[str, Callable[[Idle], str]] = {
-        f"{NUM_QUERIES} queries, central": lambda row: row.case,
+        f"{NUM_PERTURBATIONS} perturbations, central": lambda row: row.case,
         "step, ms": lambda row: f"{1e3 * row.predicted_s:.0f}",
         "step measured": lambda row: f"{1e3 * row.measured_s:.0f}",
         "first stage idle, %": lambda row: f"{100 * row.predicted_first:.0f}",

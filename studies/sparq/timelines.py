@@ -28,7 +28,7 @@ from zosim.timeline import Span
 PRESET = "a100-80gb-3x4"
 DEVICES = ("node0/gpu0", "node1/gpu0")
 SPLIT_POINT = "block.11.mlp"
-BATCH, SEQ, NUM_QUERIES, NUM_MICROBATCHES = 32, 64, 5, 4
+BATCH, SEQ, NUM_PERTURBATIONS, NUM_MICROBATCHES = 32, 64, 5, 4
 NETWORK = "network"
 PLOTTED = "1 Gbit/s"
 
@@ -36,7 +36,7 @@ LINKS: dict[str, float] = {"100 Mbit/s": 12.5e6, "1 Gbit/s": 125e6, "10 Gbit/s":
 """Bytes/s of the network, each way."""
 
 
-HEAD = f"""One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_QUERIES}, on two A100s of two hosts whose network is as fast
+HEAD = f"""One step of OPT-1.3B, {BATCH} sequences of {SEQ} tokens, half precision, P = {NUM_PERTURBATIONS}, on two A100s of two hosts whose network is as fast
 as named; data-sheet figures. All are split at `{SPLIT_POINT}`, and the residual stream crosses too. First-order steps pass in
 {NUM_MICROBATCHES} microbatches, one forward and one backward in turn. OPT ties its head to its token table, which both stages then hold. `sums` are its gradients. Fig. 3 and the other first-order rows
 omit them, as if there were two tables.
@@ -57,7 +57,7 @@ class PlottedMethod:
         Whether a first-order step sums the gradients of the token table, which both stages hold.
     codec : str
     difference : str
-    num_queries : int
+    num_perturbations : int
     """
 
     name: str
@@ -65,7 +65,7 @@ class PlottedMethod:
     is_tied: bool = False
     codec: str = "none"
     difference: str = "forward"
-    num_queries: int = NUM_QUERIES
+    num_perturbations: int = NUM_PERTURBATIONS
 
 
 METHODS = (
@@ -75,7 +75,7 @@ METHODS = (
     PlottedMethod("ZO-SGD, 2P", difference="central"),
     PlottedMethod("ZO-SGD, P + 1"),
     PlottedMethod("SparQ, 4 bits, P + 1", codec="q4:dense"),
-    PlottedMethod("SparQ, 4 bits, P = 1", codec="q4:dense", num_queries=1),
+    PlottedMethod("SparQ, 4 bits, P = 1", codec="q4:dense", num_perturbations=1),
 )
 
 
@@ -128,7 +128,7 @@ def plan_of(method: PlottedMethod) -> Plan:
         mesh=Mesh(stage=2),
         split=Split(split_points=(SPLIT_POINT,), codec=method.codec, residual_codec=method.codec),
         estimator=Estimator.model_validate(
-            {"difference": method.difference, "num_queries": method.num_queries}
+            {"difference": method.difference, "num_perturbations": method.num_perturbations}
         ),
         perturbations=Perturbations.model_validate({"rng": "counter"}),
         weights=Weights.model_validate({"dtype": "float16"}),

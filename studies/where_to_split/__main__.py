@@ -28,7 +28,7 @@ def points() -> None:
     for difference in ("forward", "central"):
         size = forward_bytes(replace(USUAL, difference=difference))
         print(
-            f"{difference} difference, P = {USUAL.num_queries}: {size / forward_bytes(USUAL):.2f} times the bytes"
+            f"{difference} difference, P = {USUAL.num_perturbations}: {size / forward_bytes(USUAL):.2f} times the bytes"
         )
 
 

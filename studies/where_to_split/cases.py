@@ -29,7 +29,7 @@ class BoundaryCase:
         Whether the split point is at the input of an MLP's second linear; else between two blocks.
     activation_bits, residual_bits : int
         Per number that is sent.
-    num_queries : int
+    num_perturbations : int
         Directions ``P``.
     difference : str
         ``"central"`` or ``"forward"``.
@@ -42,7 +42,7 @@ class BoundaryCase:
     inside: bool
     activation_bits: int
     residual_bits: int
-    num_queries: int
+    num_perturbations: int
     difference: Literal["central", "forward"]
 
 
@@ -72,7 +72,7 @@ def plan_of(case: BoundaryCase) -> Plan:
         seq=case.seq,
         mesh=Mesh(stage=2),
         split=split,
-        estimator=Estimator(num_queries=case.num_queries, difference=case.difference),
+        estimator=Estimator(num_perturbations=case.num_perturbations, difference=case.difference),
     )
 
 

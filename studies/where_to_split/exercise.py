@@ -19,8 +19,8 @@ _CASES = (
     replace(_BASE, activation_bits=32),
     _BASE,
     replace(_BASE, activation_bits=2, residual_bits=8, batch=3),
-    replace(_BASE, num_queries=5),
-    replace(_BASE, num_queries=5, difference="forward"),
+    replace(_BASE, num_perturbations=5),
+    replace(_BASE, num_perturbations=5, difference="forward"),
     replace(_BASE, hidden=96, inner=160, seq=48, difference="forward"),
 )
 """Each with something more than those before."""
@@ -47,13 +47,13 @@ def _complaint(answer: object, case: BoundaryCase) -> str:
     if _near(answer, expected):
         return ""
     tokens, width = case.batch * case.seq, case.inner * case.activation_bits / 8
-    points = 2 * case.num_queries if case.difference == "central" else case.num_queries + 1
+    points = 2 * case.num_perturbations if case.difference == "central" else case.num_perturbations + 1
     if case.inside and _near(answer, points * tokens * width):
         return f"{answer:.6g} bytes are the activation alone; what does the block's second half add its product to?"
     if _near(answer, expected / points):
         return f"{answer:.6g} bytes are those of one forward; how many does a step take?"
-    if case.difference == "forward" and _near(answer, expected / points * 2 * case.num_queries):
-        return f"{answer:.6g} bytes are those of central differences; which point do all queries share?"
+    if case.difference == "forward" and _near(answer, expected / points * 2 * case.num_perturbations):
+        return f"{answer:.6g} bytes are those of central differences; which point do all perturbations share?"
     if _near(answer, expected * 8) or _near(answer, expected / 8):
         return f"{answer:.6g}, where the program sends {expected:.6g}: bits, or bytes?"
     return (
@@ -69,6 +69,6 @@ def _near(value: float, wanted: float) -> bool:
 def _reported(case: BoundaryCase) -> str:
     where = "inside a block" if case.inside else "between blocks"
     return (
-        f"{where}, {case.activation_bits}/{case.residual_bits} bits, {case.num_queries} queries, "
+        f"{where}, {case.activation_bits}/{case.residual_bits} bits, {case.num_perturbations} perturbations, "
         f"{case.difference}"
     )

@@ -13,6 +13,6 @@ def bytes_forward(case: BoundaryCase) -> float:
     case : BoundaryCase
         ``hidden``, ``inner`` (widths of the residual stream and of the MLP's activation), ``batch``, ``seq``, ``inside``
         (at the input of the MLP's second linear, or between blocks), ``activation_bits``, ``residual_bits``,
-        ``num_queries``, ``difference`` (``"central"`` or ``"forward"``).
+        ``num_perturbations``, ``difference`` (``"central"`` or ``"forward"``).
     """
     raise NotImplementedError("write it")

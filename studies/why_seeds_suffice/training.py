@@ -54,7 +54,7 @@ class TunedRun:
 
     @property
     def log(self) -> list[LogRow]:
-        """Seeds and scalars of the steps, one query each."""
+        """Seeds and scalars of the steps, one perturbation each."""
         return [LogRow(r.seeds[0], r.projected_gradients[0], r.learning_rate) for r in self.records]
 
 

@@ -123,7 +123,7 @@ def session_of(case: Case, model: nn.Module, batches: list[Data], held_as: str) 
 
 
 def compaction_s(model: nn.Module) -> float:
-    """Return what compacting the increments beside queries and values takes, from two ranks above the bound."""
+    """Return what compacting the increments beside perturbations and values takes, from two ranks above the bound."""
     generator = torch.Generator().manual_seed(0)
 
     def random_slots() -> list[Increments]:

@@ -17,7 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "--split-points": ("block.0", "block.1.mlp"),
     "--codec": ("q4", "q8"),
     "--residual-codec": ("q8",),
-    "--queries": ("2", "3"),
+    "--num-perturbations": ("2", "3"),
     "--eps": ("1e-2",),
     "--staging-buffers": ("1", "2"),
     "--weight-group": ("16",),
@@ -74,7 +74,7 @@ TOGETHER = {
     "--zero-point": ("--weight-format", "int8"),
     "--perturbation-bits": ("--weight-format", "int8"),
     "--estimator": ("--weight-format", "int8"),
-    "--update-rounding": ("--weight-format", "int8", "--queries", "2"),
+    "--update-rounding": ("--weight-format", "int8", "--num-perturbations", "2"),
     "--activation-format": ("--weight-format", "int8"),
     "--kernel": ("--weight-format", "int8", "--activation-format", "int8-token"),
     "--adapter-format": ("--lora-rank", "2"),
@@ -92,7 +92,7 @@ REQUESTED = (
     ("--dtype", "float32"),
     ("--dtype", "float16", "--max-device-memory", "8GiB"),
     ("--weight-format", "int8", "--allow-lossy"),
-    ("--queries", "2", "--weights", "copies"),
+    ("--num-perturbations", "2", "--weights", "copies"),
     ("--distribution", "lozo", "--perturbation-rank", "2", "--tune", "linears", "--weights", "adapters"),
 )
 

@@ -249,7 +249,7 @@ _RUN = "--model model --data data.jsonl --steps 2 --batch 2 --out out --no-launc
 
 _LOW_RANK = (
     "--weights adapters --distribution lozo --checkpoint-every 1",
-    "--weights adapters --distribution factorised --perturbation-rank 3 --queries 2",
+    "--weights adapters --distribution factorised --perturbation-rank 3 --num-perturbations 2",
     "--distribution lozo --perturbation-rank 1 --lazy-steps 1 --residency offloaded",
     "--distribution lozo-released --lazy-steps 2 --weight-decay 0.1",
     "--distribution factorised --rng counter --weights copies",
@@ -259,7 +259,7 @@ _QUANTIZED = (
     "--weight-format int4 --weight-scales tensor --zero-point --estimator q-rge2",
     "--weight-format float8_e4m3 --weight-scales tensor --estimator q-rge1 --residency offloaded --transfers private",
     "--weight-format int8 --activation-format int8-token --kernel dequantise --kernel-fallback --checkpoint-every 1",
-    "--weight-format int3 --perturbation-bits 3 --queries 2 --difference forward --rng counter",
+    "--weight-format int3 --perturbation-bits 3 --num-perturbations 2 --difference forward --rng counter",
 )
 """Kinds of runs that work, as options beside others."""
 _PLANNED_QUANTIZED = (

@@ -307,8 +307,8 @@ def _steps(log: bytes) -> list[bytes]:
     steps: dict[int, list[bytes]] = {}
     for line in lines:
         steps.setdefault(json.loads(line)["step"], []).append(line)
-    queries = max(map(len, steps.values()), default=1)
-    return [b"".join(lines) for lines in steps.values() if len(lines) == queries]
+    perturbations = max(map(len, steps.values()), default=1)
+    return [b"".join(lines) for lines in steps.values() if len(lines) == perturbations]
 
 
 def _timeless(path: Path) -> list[dict[str, Any]]:

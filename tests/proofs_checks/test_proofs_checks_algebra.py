@@ -247,7 +247,7 @@ def test_a_step_on_a_quadratic_and_the_best_rate():
     assert same(factor.subs(eta, 2 / (h * (d + 2))), 1)
 
 
-def test_errors_of_queries_and_of_one_point():
+def test_errors_of_perturbations_and_of_one_point():
     n, level, slope2 = sympy.symbols("n level slope2", positive=True)
     assert same(((d + 2) * slope2 - slope2) / n, (d + 1) * slope2 / n)
     # E[(L + εc·u)²‖u‖²]/ε² - |c|² = dL²/ε² + (d + 2)|c|² - |c|²

@@ -61,20 +61,20 @@ def test_ranks_together_are_one_device_in_many_cases(kind):
     fractions=st.lists(st.floats(0, 1), max_size=3),
     seed=st.integers(0, 2**63 - 1),
     step=st.integers(0, 10**6),
-    query=st.integers(0, 30),
+    perturbation=st.integers(0, 30),
     name=st.sampled_from(sorted(SAMPLERS)),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @settings(FEW, max_examples=25)
 def test_any_slices_of_counter_draws_are_the_literal_stream(
-    numels, fractions, seed, step, query, name, dtype
+    numels, fractions, seed, step, perturbation, name, dtype
 ):
     """Uneven slices, as ranks would make them, in descending order: together they are the literal perturbation."""
     wanted = literal.perturbations(
         [(numel,) for numel in numels],
-        seed=seed, step=step, query=query, rng="counter", distribution=name, dtype=dtype,
+        seed=seed, step=step, perturbation=perturbation, rng="counter", distribution=name, dtype=dtype,
     )  # fmt: skip
-    counter, key = CounterSampler(numels, torch.device("cpu")), CounterKey.of(seed, step, query)
+    counter, key = CounterSampler(numels, torch.device("cpu")), CounterKey.of(seed, step, perturbation)
     for parameter, numel in enumerate(numels):
         bounds = sorted({0, numel, *(int(fraction * numel) for fraction in fractions)})
         out = torch.empty(numel, dtype=dtype)
@@ -85,9 +85,9 @@ def test_any_slices_of_counter_draws_are_the_literal_stream(
 
 def test_a_difference_is_told_with_its_case():
     with first_gradient.apply():
-        outcome = against_literal([Case(), Case(num_queries=2, rng="counter")], seed=1)
+        outcome = against_literal([Case(), Case(num_perturbations=2, rng="counter")], seed=1)
     assert not outcome.passed
-    assert outcome.details[0].startswith("num_queries=2, rng=counter: ")
+    assert outcome.details[0].startswith("num_perturbations=2, rng=counter: ")
     assert "first rank 0: weights of" in outcome.details[0]
 
 

@@ -69,7 +69,7 @@ RIGHT = {
     "central, signs": (central(signs), {"distribution": "signs"}),
     "central, sphere": (central(sphere), {"distribution": "sphere"}),
     "shipped": (in_place, {}),
-    "three perturbations": (of_three, {"queries": 3}),
+    "three perturbations": (of_three, {"num_perturbations": 3}),
     "the gradient itself": (
         lambda loss, theta, epsilon, seed: torch.func.grad(loss)(theta),
         {"distribution": "any"},
@@ -156,7 +156,7 @@ WRONG = {
     "no seed": (no_seed, {}, "replay"),
     "one seed": (one_seed, {}, "seeds matter"),
     "not restored": (not_restored, {}, "parameters are given back"),
-    "one perturbation three times": (same_thrice, {"queries": 3}, "second moment"),
+    "one perturbation three times": (same_thrice, {"num_perturbations": 3}, "second moment"),
     "skewed": (skewed, {"distribution": "any"}, "no bias of first order in ε"),
     "clipped": (clipped, {}, "ranks' estimates add up"),
     "signs called normals": (central(signs), {}, "mean against the smoothed gradient"),

@@ -93,7 +93,7 @@ def estimates():
             "distribution": name,
             "difference": difference,
             "dimension": 5,
-            "num_queries": 2,
+            "num_perturbations": 2,
             **facts,
         }
         close_on_average((mean**2).sum(1), evaluate("estimate_moments", requested)["mean_square"])
@@ -109,7 +109,8 @@ def contraction():
         )
         delta = delta - 0.1 * estimate
     wanted = evaluate(
-        "quadratic_contraction", {"dimension": 4, "learning_rate": 0.1, "num_queries": 3, "num_steps": 2}
+        "quadratic_contraction",
+        {"dimension": 4, "learning_rate": 0.1, "num_perturbations": 3, "num_steps": 2},
     )
     close_on_average((delta**2).sum(1) / start, wanted)
 
@@ -335,15 +336,19 @@ def stationarity():
 
 
 def messages():
-    for queries, stages in ((1, 2), (3, 4)):
+    for perturbations, stages in ((1, 2), (3, 4)):
         for difference in ("forward", "central"):
             points = {(0, 0)} if difference == "forward" else set()
-            for query in range(queries):
-                points |= {(query, 1)} if difference == "forward" else {(query, 1), (query, -1)}
-            requested = {"num_queries": queries, "num_stages": stages, "difference": difference}
+            for perturbation in range(perturbations):
+                points |= (
+                    {(perturbation, 1)}
+                    if difference == "forward"
+                    else {(perturbation, 1), (perturbation, -1)}
+                )
+            requested = {"num_perturbations": perturbations, "num_stages": stages, "difference": difference}
             wanted = evaluate("sparq_messages", requested)
             assert wanted["activations"] == len(points) * (stages - 1)
-            assert wanted["scalars_printed"] == queries * (stages - 1)
+            assert wanted["scalars_printed"] == perturbations * (stages - 1)
 
 
 def pipeline():
@@ -434,7 +439,7 @@ def ridges():
         }
         wanted = evaluate(
             "ridge_estimate_moments",
-            {**requested, "dimension": 4, "difference": difference, "num_queries": 2},
+            {**requested, "dimension": 4, "difference": difference, "num_perturbations": 2},
         )
         close_on_average((mean**2).sum(1), wanted["mean_square"])
         close_on_average(mean @ a / np.linalg.norm(a), wanted["mean"])
@@ -539,7 +544,7 @@ def test_the_reference_has_every_oracle_with_its_parameters_and_a_value():
 OTHER_WITNESSES = {
     "sharp_smoothing_bounds",
     "smoothed_gradient_bounds",
-    "query_error",
+    "perturbation_error",
     "one_point_error",
     "low_rank_entry_moments",
     "exchange_share",

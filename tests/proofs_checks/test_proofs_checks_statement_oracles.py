@@ -52,15 +52,15 @@ def test_gradients_of_a_cosine_keep_their_bounds(random):
         assert own["excess"] == pytest.approx(epsilon**2)
 
 
-def test_errors_of_queries_shards_and_one_point(random):
-    d, queries, shards, spread, epsilon, level = 3, 4, 2, 0.6, 0.5, 2.0
+def test_errors_of_perturbations_shards_and_one_point(random):
+    d, perturbations, shards, spread, epsilon, level = 3, 4, 2, 0.6, 0.5, 2.0
     slope = np.array([0.6, 0.0, -0.8])
-    z = random.standard_normal((50_000, queries, d))
-    noise = random.standard_normal((50_000, queries, shards, d)) * math.sqrt(spread / d)
+    z = random.standard_normal((50_000, perturbations, d))
+    noise = random.standard_normal((50_000, perturbations, shards, d)) * math.sqrt(spread / d)
     slopes = slope + noise.mean(2)
     estimates = ((z * slopes).sum(2)[..., None] * z).mean(1)
-    requested = {"num_queries": queries, "dimension": d, "num_shards": shards, "spread": spread}
-    close_on_average(((estimates - slope) ** 2).sum(1), evaluate("query_error", requested))
+    requested = {"num_perturbations": perturbations, "dimension": d, "num_shards": shards, "spread": spread}
+    close_on_average(((estimates - slope) ** 2).sum(1), evaluate("perturbation_error", requested))
     one = (level + epsilon * z[:, 0] @ slope)[:, None] / epsilon * z[:, 0]
     requested = {"level": level, "gradient_norm": 1.0, "dimension": d, "epsilon": epsilon}
     close_on_average(((one - slope) ** 2).sum(1), evaluate("one_point_error", requested))

@@ -40,7 +40,7 @@ PASSED_ON = {
     ("forward", "num_new_tokens"),
     # Numbers of formulas: the estimate's, of the draws that it takes, of factors.
     ("estimator", "epsilon"),
-    ("estimator", "num_queries"),
+    ("estimator", "num_perturbations"),
     ("perturbations", "rank"),
     ("perturbations", "lazy_steps"),
 }

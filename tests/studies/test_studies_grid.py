@@ -61,7 +61,8 @@ def assert_equal_everywhere(whole, machine, batches, seqs, factors):
         OFFLOADED,
         OFFLOADED | {"residency": Residency(blocks="offloaded", num_staging_buffers=1)},
         OFFLOADED | {"residency": Residency(blocks="offloaded", overlap=False)},
-        OFFLOADED | {"estimator": Estimator(num_queries=2), "perturbations": Perturbations(rng="counter")},
+        OFFLOADED
+        | {"estimator": Estimator(num_perturbations=2), "perturbations": Perturbations(rng="counter")},
     ],
 )
 def test_every_point_equals_its_closed_form(axes):

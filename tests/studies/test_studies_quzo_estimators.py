@@ -45,7 +45,7 @@ def test_one_seed_for_both_roundings_is_the_first_estimator(monkeypatch):
     assert second.along - second.predicted > 4.5 * second.along_stderr
 
 
-def test_queries_divide_noise_and_zeros_hardly_add_any():
+def test_perturbations_divide_noise_and_zeros_hardly_add_any():
     for one in ablations(2000):
         assert abs(one.energy - one.predicted) < 4.5 * one.stderr, one
 
@@ -56,7 +56,7 @@ def test_every_kind_of_training_takes_steps(tmp_path):
     from studies.records import records_in
 
     out = tmp_path / "rows.csv"
-    names = "bfloat16;int4;fp8;int4, first order;int4, sparse, perturbations of 2 bits, q-rge2;int8, sparse, 5 queries"
+    names = "bfloat16;int4;fp8;int4, first order;int4, sparse, perturbations of 2 bits, q-rge2;int8, sparse, 5 perturbations"
     for _ in range(2):  # what is there is not run again
         main(steps=2, cases=names, seeds="0", evaluated=4, out=out)
     rows = records_in(out, TrainingRow)

@@ -36,12 +36,12 @@ FOURS = {
     "2d-two-hosts": {"mesh": {"data": 2, "perturb": 2}, "hosts": ("a", "a", "b", "b"), **SLICED},
     "queries-forward-unequal": {
         "mesh": {"perturb": 4},
-        "estimator": {"num_queries": 4, "difference": "forward"},
+        "estimator": {"num_perturbations": 4, "difference": "forward"},
         "perturbations": {"rng": "counter"},
     },
     "queries-copies-unequal": {
         "mesh": {"perturb": 4},
-        "estimator": {"num_queries": 3},
+        "estimator": {"num_perturbations": 3},
         "weights": {"perturbation": "copies"},
         "schedule": {"update": "delayed"},
     },

@@ -61,7 +61,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "split.split_points": (("block.0",), ("block.1.mlp",), ("block.0", "block.1.mlp")),
     "split.codec": ("q4", "q2:stochastic"),
     "split.residual_codec": ("q8",),
-    "estimator.num_queries": (2,),
+    "estimator.num_perturbations": (2,),
     "estimator.epsilon": (1e-2,),
     "residency.num_staging_buffers": (1, 2),
     "low_bits.weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
@@ -100,7 +100,7 @@ LEFT_OUT = {
     "learning_rate.num_steps": "one will do",
 }
 
-LORA = {"opt": ("q_proj", "fc2"), "llam": ("q_proj", "down_proj"), "qwen": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "robe": ("query",)}  # fmt: skip
+LORA = {"opt": ("q_proj", "fc2"), "llam": ("q_proj", "down_proj"), "qwen": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "robe": ("perturbation",)}  # fmt: skip
 """Layers with adapters, by the first letters of a shape."""
 
 TUNED = ("all", *get_args(Subset), "lora", "windows", "prefix")
@@ -121,7 +121,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "low_bits.scales=group": _CODES | {"low_bits.group_elements": 16, "shape": "opt-untied"},
     "low_bits.group_elements": _CODES | {"low_bits.scales": "group", "shape": "opt-untied"},
     "low_bits.adapters": _CODES | {"tuned": "lora"},
-    "low_bits.update_rounding": _CODES | {"estimator.num_queries": 2},
+    "low_bits.update_rounding": _CODES | {"estimator.num_perturbations": 2},
     "low_bits.kernel=int_mm": _CODES | {"low_bits.activations": "int8-token"},
     "low_bits.activations=float8-token": {"low_bits.weights": "float8_e4m3", "low_bits.kernel": "dequantise"},
     "low_bits.activations=float8-tensor": {"low_bits.weights": "float8_e4m3", "low_bits.kernel": "dequantise"},
@@ -130,7 +130,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 REMEDIES: tuple[dict[str, Any], ...] = (
     {},
-    {"estimator.num_queries": 2},
+    {"estimator.num_perturbations": 2},
     {"perturbations.kept": True},
     {"shape": "opt-untied"},
     {"tuned": "windows"},
@@ -705,7 +705,7 @@ FACTORS = {
     "perturbations.lazy_steps": (None, *EXAMPLES["perturbations.lazy_steps"]),
     "perturbations.rng": ("mezo",),
     "perturbations.order": ("registration",),
-    "estimator.num_queries": (1,),
+    "estimator.num_perturbations": (1,),
     "estimator.difference": ("central",),
     "weights.perturbation": ("serial",),
 }
@@ -736,7 +736,9 @@ def literal(case: Case) -> Found | None:
     loop = _loop(case, plan, reference)
     records = []
     for step, batch in enumerate(lines()):
-        seeds = tuple(seed_of(SEED, step, query) for query in range(plan.estimator.num_queries))
+        seeds = tuple(
+            seed_of(SEED, step, perturbation) for perturbation in range(plan.estimator.num_perturbations)
+        )
         rate = case.rate.at(step)
         if isinstance(loop, LiteralLozo):
             rows = [loop.step(batch, seeds[0], rate)]
@@ -800,9 +802,9 @@ def _other_sampler(perturbations: Perturbations, model: torch.nn.Module) -> Any:
     kind = sampler_named(perturbations.distribution)
     keyed = CounterSampler([p.numel() for p in model.parameters() if p.requires_grad], torch.device("cpu"))
 
-    def sample(seed: int, step: int, query: int) -> Any:
+    def sample(seed: int, step: int, perturbation: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
-        key = CounterKey.of(seed, step, query)
+        key = CounterKey.of(seed, step, perturbation)
 
         def of(parameter: torch.Tensor, number: int) -> torch.Tensor:
             z = torch.empty(parameter.numel(), dtype=parameter.dtype)

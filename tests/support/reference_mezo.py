@@ -17,7 +17,7 @@ class LiteralMezo:
 
     ``sampling_order`` gives the order in which perturbations are drawn; registration order by default. With ``weights="copies"`` every
     point is made of the unperturbed parameters, in tensors of its own, which are thrown away. ``sample`` makes other perturbations
-    than normals: given seed, step and query, it returns a function of a parameter and its number.
+    than normals: given seed, step and perturbation, it returns a function of a parameter and its number.
     """
 
     def __init__(
@@ -44,55 +44,60 @@ class LiteralMezo:
         self.num_steps = 0
         self.loss = loss or (lambda batch: model(**batch).loss)
 
-    def _sampled(self, seed, query):
-        sample = self.sample(seed, self.num_steps, query)
+    def _sampled(self, seed, perturbation):
+        sample = self.sample(seed, self.num_steps, perturbation)
         for name, p in self.named:
             yield name, p, sample(p.data, self.numbers[name])
 
-    def _perturb(self, seed, query, scale):
-        for _, p, z in self._sampled(seed, query):
+    def _perturb(self, seed, perturbation, scale):
+        for _, p, z in self._sampled(seed, perturbation):
             p.data = p.data + (scale * z) * self.epsilon
 
     @torch.no_grad()
     def step(self, batch, seeds, learning_rate):
-        """Return [(loss_plus, loss_other, g)] of each query, after updating."""
+        """Return [(loss_plus, loss_other, g)] of each perturbation, after updating."""
         rows = []
         base = None if self.central else self.loss(batch)
-        for query, seed in enumerate(seeds):
+        for perturbation, seed in enumerate(seeds):
             if self.copies:
-                plus = self._loss_at(batch, seed, query, 1)
-                other = self._loss_at(batch, seed, query, -1) if self.central else base
+                plus = self._loss_at(batch, seed, perturbation, 1)
+                other = self._loss_at(batch, seed, perturbation, -1) if self.central else base
             else:
-                self._perturb(seed, query, 1)
+                self._perturb(seed, perturbation, 1)
                 plus, other, way_back = self.loss(batch), base, -1
                 if self.central:
-                    self._perturb(seed, query, -2)
+                    self._perturb(seed, perturbation, -2)
                     other, way_back = self.loss(batch), 1
-                self._perturb(seed, query, way_back)
+                self._perturb(seed, perturbation, way_back)
             g = ((plus - other) / (2 * self.epsilon if self.central else self.epsilon)).item()
             rows.append((plus.item(), other.item(), g))
-        for query, seed in enumerate(seeds):
-            self._update(seed, query, rows[query][2] / len(seeds), learning_rate)
+        for perturbation, seed in enumerate(seeds):
+            self._update(seed, perturbation, rows[perturbation][2] / len(seeds), learning_rate)
         self.num_steps += 1
         return rows
 
-    def _loss_at(self, batch, seed, query, sign):
+    def _loss_at(self, batch, seed, perturbation, sign):
         theta = [p.data for _, p in self.named]
-        self._perturb(seed, query, sign)
+        self._perturb(seed, perturbation, sign)
         loss = self.loss(batch)
         for (_, p), kept in zip(self.named, theta, strict=True):
             p.data = kept
         return loss
 
-    def _update(self, seed, query, g, learning_rate):
-        for name, p, z in self._sampled(seed, query):
-            if query == 0 and "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
+    def _update(self, seed, perturbation, g, learning_rate):
+        for name, p, z in self._sampled(seed, perturbation):
+            if (
+                perturbation == 0
+                and "bias" not in name
+                and "layer_norm" not in name
+                and "layernorm" not in name
+            ):
                 p.data = p.data - learning_rate * (g * z + self.weight_decay * p.data)
             else:
                 p.data = p.data - learning_rate * (g * z)
 
 
-def _normals(seed, _step, _query):
+def _normals(seed, _step, _perturbation):
     torch.manual_seed(seed)
     return lambda p, _: torch.normal(mean=0, std=1, size=p.size(), device=p.device, dtype=p.dtype)
 

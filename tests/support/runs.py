@@ -13,7 +13,7 @@ from tests.support.forked import Command
 from tests.support.waiting import HANG_S, wait_until
 
 STEPS = 8
-NUMBERS = ("step", "query", "seed", "loss_plus", "loss_minus", "projected_grad", "learning_rate")
+NUMBERS = ("step", "perturbation", "seed", "loss_plus", "loss_minus", "projected_grad", "learning_rate")
 FOREVER = 100_000
 PATIENCE_S = (4, 16, 64, 256)
 """On a busy machine ranks that go on are waited for, too: the test is tried with more patience."""
@@ -34,7 +34,7 @@ def train(inputs, out, *more, steps=STEPS):
 
 
 def numbers_of(out):
-    """What a log says of every query."""
+    """What a log says of every perturbation."""
     return [[row[name] for name in NUMBERS] for row in rows_of(out)]
 
 

@@ -36,19 +36,19 @@ from zosim.program.contents import (
 )
 
 GROUPS = st.sampled_from(["embed.tokens", "block.0", "block.17.front", "embed+head", "head.norm"])
-QUERIES = st.integers(0, 20)
-POINTS = st.one_of(st.just(BASE), st.builds(Point, QUERIES, st.sampled_from([1, -1])))
+PERTURBATIONS = st.integers(0, 20)
+POINTS = st.one_of(st.just(BASE), st.builds(Point, PERTURBATIONS, st.sampled_from([1, -1])))
 CONTENTS = st.one_of(
     st.builds(ParamGroupWeights, GROUPS, POINTS),
-    st.builds(ParamGroupWeights, GROUPS, updated_to=QUERIES),
+    st.builds(ParamGroupWeights, GROUPS, updated_to=PERTURBATIONS),
     st.builds(FrozenWeights, GROUPS),
-    st.builds(Perturbation, GROUPS, QUERIES, st.booleans()),
-    st.builds(PerturbationRows, GROUPS, QUERIES),
-    st.builds(GeneratorState, GROUPS, QUERIES, st.booleans()),
+    st.builds(Perturbation, GROUPS, PERTURBATIONS, st.booleans()),
+    st.builds(PerturbationRows, GROUPS, PERTURBATIONS),
+    st.builds(GeneratorState, GROUPS, PERTURBATIONS, st.booleans()),
     st.builds(Hidden, GROUPS, POINTS),
-    st.builds(Message, QUERIES, POINTS),
+    st.builds(Message, PERTURBATIONS, POINTS),
     st.builds(Loss, POINTS, st.booleans()),
-    st.builds(ProjectedGradient, QUERIES),
+    st.builds(ProjectedGradient, PERTURBATIONS),
     st.builds(Named, GROUPS.map(lambda group: f"grad:{group}"), st.sampled_from(["", "m3"])),
     st.sampled_from([BATCH, PACKED_LOSSES, GATHERED_LOSSES, UNSET, FREED]),
 )
@@ -78,7 +78,7 @@ def test_points_of_a_step_are_in_the_order_of_visits() -> None:
 def program() -> Program:
     placement = Placement(topology="cpu-laptop", devices=("cpu0",))
     residency = Residency(blocks="offloaded")
-    estimator = Estimator(difference="forward", num_queries=2)
+    estimator = Estimator(difference="forward", num_perturbations=2)
     model = read_model_spec("opt-125m")
     return lower(
         Plan(
@@ -94,7 +94,7 @@ def program() -> Program:
 
 
 def _as_version_1(data: object) -> object:
-    """Return a file's object with contents as version 1 wrote them: point and query in a field of their own."""
+    """Return a file's object with contents as version 1 wrote them: point and perturbation in a field of their own."""
     if isinstance(data, list):
         return [_as_version_1(item) for item in data]
     if not isinstance(data, dict):

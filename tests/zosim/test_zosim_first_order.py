@@ -332,7 +332,7 @@ def test_a_batch_too_small_is_refused(axes, order, complaint):
 def test_a_plan_is_compared_like_with_like(tmp_path):
     plan = plan_of(
         ("block.1.mlp",),
-        estimator=Estimator(difference="forward", num_queries=5),
+        estimator=Estimator(difference="forward", num_perturbations=5),
         split=Split(split_points=("block.1.mlp",), codec="q4", residual_codec="q4"),
     )
     plan.save(tmp_path / "plan.json")

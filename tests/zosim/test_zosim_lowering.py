@@ -51,7 +51,8 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan_of(
         model,
         estimator=Estimator(
-            difference=draw(st.sampled_from(["central", "forward"])), num_queries=draw(st.integers(1, 3))
+            difference=draw(st.sampled_from(["central", "forward"])),
+            num_perturbations=draw(st.integers(1, 3)),
         ),
         perturbations=Perturbations(
             distribution=draw(st.sampled_from(["gaussian", "rademacher"])),
@@ -83,10 +84,10 @@ def test_every_placement_keeps_both_rules(plan: Plan) -> None:
 
 
 @given(plans())
-def test_every_parameter_is_updated_once_per_query(plan: Plan) -> None:
+def test_every_parameter_is_updated_once_per_perturbation(plan: Plan) -> None:
     updates = Counter(i.op.group for i in lower(plan).step if isinstance(i.op, Update))
     trainable = [group.name for group in plan.model.param_groups if group.num_trainable]
-    assert updates == Counter(dict.fromkeys(trainable, plan.estimator.num_queries))
+    assert updates == Counter(dict.fromkeys(trainable, plan.estimator.num_perturbations))
 
 
 def test_a_program_survives_json(tmp_path) -> None:
@@ -190,7 +191,7 @@ def test_an_update_that_is_never_flushed_is_refused() -> None:
 
 
 def test_signs_that_see_different_perturbations_are_refused() -> None:
-    program = lower(plan_of(estimator=Estimator(num_queries=2)))
+    program = lower(plan_of(estimator=Estimator(num_perturbations=2)))
     edited = tuple(
         replace(
             i,
@@ -245,7 +246,7 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
         ({"residency": Residency(edges="offloaded")}, "needs blocks=offloaded"),
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
         (
-            {"estimator": Estimator(num_queries=4096)},
+            {"estimator": Estimator(num_perturbations=4096)},
             "114688 segment forwards per step and rank, more than",
         ),
         ({"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="tf32")}, "tf32"),
@@ -342,11 +343,11 @@ def test_packed_batches_count_what_they_compute() -> None:
         rows("block.11", **reported | {"num_labels": 8})
         == work("block.11", **reported | {"num_labels": 8}).matmuls[4].m
     )
-    pairs = sum(one.num * one.query * one.key for one in work("block.0", **reported).attention)
+    pairs = sum(one.num * one.perturbation * one.key for one in work("block.0", **reported).attention)
     # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
     assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))
     longer = sum(
-        one.num * one.query * one.key for one in work("block.0", **reported, num_attended=26).attention
+        one.num * one.perturbation * one.key for one in work("block.0", **reported, num_attended=26).attention
     )
     assert longer == 2 * 12 * (12 * 14 + 8 * (8 * 14 + 8 * 12)) - 2 * 12 * 12 * (
         14 - 12

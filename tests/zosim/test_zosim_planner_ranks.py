@@ -105,8 +105,8 @@ def test_methods_name_meshes(method: str, shapes: set[tuple[int, int]]) -> None:
     assert blocks == {"mezo": {"resident"}, "zo2": {"offloaded"}}.get(method, {"resident", "offloaded"})
 
 
-def test_queries_are_shared_out_as_far_as_that_helps() -> None:
-    requested = request("dgx-h100", method="pertp", estimator=Estimator(num_queries=3))
+def test_perturbations_are_shared_out_as_far_as_that_helps() -> None:
+    requested = request("dgx-h100", method="pertp", estimator=Estimator(num_perturbations=3))
     # Six points: by 4 or 5 ranks the largest part is two, as by 3.
     assert sorted(mesh.perturb for mesh in meshes(requested)) == [2, 3, 6]
 

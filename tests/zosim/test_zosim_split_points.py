@@ -27,10 +27,10 @@ from zosim.plans import Mesh, Placement, Split
 MODEL = "opt-125m"
 
 
-def request(hardware, split_options=None, *, mesh=None, queries=2, **fields):
+def request(hardware, split_options=None, *, mesh=None, perturbations=2, **fields):
     topology = load_preset(hardware)
     fixed = {
-        "estimator": {"num_queries": queries},
+        "estimator": {"num_perturbations": perturbations},
         "directions": {"rng": "counter"},
         **fields.pop("fixed", {"residency": {"blocks": "resident"}}),
     }
@@ -203,7 +203,7 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_bounda
         mesh=Mesh(stage=3),
         fixed=fixed,
     )
-    requested = requested.over(set_in(estimator={"num_queries": 2, "difference": difference}))
+    requested = requested.over(set_in(estimator={"num_perturbations": 2, "difference": difference}))
     decision = choose(requested)
     planned = decision.chosen.planned
     found = pipelining(planned)

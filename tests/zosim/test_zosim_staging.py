@@ -16,7 +16,7 @@ from zosim.plans import Estimator, Perturbations, Plan, Split, Weights
 
 HALF = Weights(dtype="float16")
 SINGLE = Weights()
-COUNTER = {"estimator": Estimator(num_queries=4), "perturbations": Perturbations(rng="counter")}
+COUNTER = {"estimator": Estimator(num_perturbations=4), "perturbations": Perturbations(rng="counter")}
 
 
 def request(hardware: str, model: str = "opt-125m", *, codec: str = "none", **fields) -> Request:
@@ -59,7 +59,7 @@ def test_stages_are_told_of_where_they_lose() -> None:
 def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None:
     requested = request(
         hardware,
-        estimator=Estimator(num_queries=2),
+        estimator=Estimator(num_perturbations=2),
         perturbations=Perturbations(rng=rng),
         weights=SINGLE,
         max_ranks=4,

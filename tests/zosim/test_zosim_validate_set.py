@@ -80,11 +80,11 @@ def test_hosts_share_out_by_themselves(transfers: str) -> None:
     validate_set(programs)
 
 
-def test_queries_are_points_of_the_mesh() -> None:
-    four = plan(Mesh(perturb=4), "private", estimator=Estimator(num_queries=2))
+def test_perturbations_are_points_of_the_mesh() -> None:
+    four = plan(Mesh(perturb=4), "private", estimator=Estimator(num_perturbations=2))
     programs = lower_all(four)
     assert [four.points_of(rank) for rank in range(4)] == [
-        (Point(query, sign),) for query in (0, 1) for sign in (1, -1)
+        (Point(perturbation, sign),) for perturbation in (0, 1) for sign in (1, -1)
     ]
     assert programs.roles == (0, 1, 2, 3)
     validate_set(programs)
@@ -230,7 +230,7 @@ def test_every_point_of_every_sequence_is_forwarded_once(
         batch=batch,
         seq=8,
         mesh=mesh,
-        estimator=Estimator(num_queries=2),
+        estimator=Estimator(num_perturbations=2),
     )
     seen = [(p, row) for rank in ranks for p in found.points_of(rank) for row in found.rows_of(rank)]
     assert Counter(seen) == Counter((p, row) for p in found.points for row in range(batch))
@@ -283,7 +283,7 @@ def test_stages_are_valid_and_send_what_the_paper_counts(
 ) -> None:
     """``(P + 1)(M - 1)`` activations per step for a forward difference, ``2P(M - 1)`` for a central one."""
     samples = {
-        "estimator": Estimator(difference=difference, num_queries=3),
+        "estimator": Estimator(difference=difference, num_perturbations=3),
         "perturbations": Perturbations(rng=rng),
     }
     programs = staged(*split_points, traversal=traversal, **samples)

@@ -33,7 +33,7 @@ from zosim.points import BASE, Point
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Forward, Load
 
-# Passes around the attention of packed rows: queries, keys and values are picked, what comes out is laid side by side and put back.
+# Passes around the attention of packed rows: perturbations, keys and values are picked, what comes out is laid side by side and put back.
 _NUM_GATHERED = 5
 
 
@@ -121,10 +121,12 @@ class Forwards(AxisWriter):
             for group in others:
                 reads += self._points.weights(group, rank.readers(group)[0], point)
         for group in gathered:
-            # Rows go through what the table itself goes through later in the step: earlier queries leave their rounding,
+            # Rows go through what the table itself goes through later in the step: earlier perturbations leave their rounding,
             # unless they perturb copies.
-            first = point.query if self._points.are_copies else 0
-            reads += [self._perturbations.rows(group, visited) for visited in range(first, point.query + 1)]
+            first = point.perturbation if self._points.are_copies else 0
+            reads += [
+                self._perturbations.rows(group, visited) for visited in range(first, point.perturbation + 1)
+            ]
         reads += self._inputs(segment, point)
         left = self._losses.left_by_head(point) if segment == HEAD else rank.hidden(point, segment)
         taking_part = rank.param_groups if num_new_tokens else rank.model.param_groups_of(segment)
@@ -151,9 +153,13 @@ class Forwards(AxisWriter):
         reads: list[Access] = []
         for group in rank.model.param_groups_of(segment):
             reads += self._points.weights(group, segment, BASE)
-        queries = dict.fromkeys(point.query for point in points if point.is_perturbed)
+        perturbations = dict.fromkeys(point.perturbation for point in points if point.is_perturbed)
         tuned = rank.trainable(segment)
-        reads += [self._perturbations.sampled(group, query) for group in tuned for query in queries]
+        reads += [
+            self._perturbations.sampled(group, perturbation)
+            for group in tuned
+            for perturbation in perturbations
+        ]
         reads += self._inputs(segment)
         left = (
             tuple(map(self._losses.left_by_head, points))

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from costmodel.models.model_spec import HEAD
 from costmodel.work import Work
 from zosim.lowering.rank import AxisWriter, Listing, Rank
-from zosim.points import Point, points_of_query
+from zosim.points import Point, points_of_perturbation
 from zosim.program.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Collective, Scalar
@@ -78,24 +78,28 @@ class Losses(AxisWriter):
         size = self._packed().size_bytes * self._plan.placement.world_size
         return Access("losses.gathered", GATHERED_LOSSES, 0, size)
 
-    def gradient(self, query: int, step: int) -> Access:
-        """Return the access to the projected gradient of `query`."""
-        return Access(_GRADIENTS, ProjectedGradient(query), step, _SCALAR_BYTES, _SCALAR_BYTES * query)
+    def gradient(self, perturbation: int, step: int) -> Access:
+        """Return the access to the projected gradient of `perturbation`."""
+        return Access(
+            _GRADIENTS, ProjectedGradient(perturbation), step, _SCALAR_BYTES, _SCALAR_BYTES * perturbation
+        )
 
     def initial(self) -> Iterator[Access]:
         """Yield where losses of a step before the first would lie."""
         if self._keeps_losses:
-            for query in range(self._plan.estimator.num_queries):
-                yield self._before(query, -1)
+            for perturbation in range(self._plan.estimator.num_perturbations):
+                yield self._before(perturbation, -1)
 
     @property
     def _keeps_losses(self) -> bool:
         """Whether a projected gradient is made with a loss of the step before."""
         return self._plan.estimator.difference == "residual"
 
-    def _before(self, query: int, step: int) -> Access:
-        """Return the access to the loss of `query` as it is kept from one step to the next."""
-        return Access(_BEFORE, Loss(Point(query, 1)), step, _SCALAR_BYTES, _SCALAR_BYTES * query)
+    def _before(self, perturbation: int, step: int) -> Access:
+        """Return the access to the loss of `perturbation` as it is kept from one step to the next."""
+        return Access(
+            _BEFORE, Loss(Point(perturbation, 1)), step, _SCALAR_BYTES, _SCALAR_BYTES * perturbation
+        )
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of losses and of projected gradients."""
@@ -105,7 +109,7 @@ class Losses(AxisWriter):
             sizes |= {access.buffer: access.size_bytes for access in (self._packed(), self._gathered())}
         for name, size in sizes.items():
             yield Buffer(name, Space.DEVICE, size, "scalars", "float64")
-        size = _SCALAR_BYTES * self._plan.estimator.num_queries
+        size = _SCALAR_BYTES * self._plan.estimator.num_perturbations
         for name in (_GRADIENTS, _BEFORE) if self._keeps_losses else (_GRADIENTS,):
             yield Buffer(name, Space.HOST, size, "scalars", "float64")
 
@@ -128,11 +132,11 @@ class Losses(AxisWriter):
         emit("losses/all_gather", gather, Stream.LINK, "exchange", HEAD, (packed,), (gathered,), link)
         emit("losses/mean", mean, Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar)
 
-    def projected_gradient(self, query: int) -> None:
-        """Write how two losses become the projected gradient of `query`; one of them may be of the step before."""
+    def projected_gradient(self, perturbation: int) -> None:
+        """Write how two losses become the projected gradient of `perturbation`; one of them may be of the step before."""
         # A residual difference has one point, and the loss of the step before in place of the other.
-        points = points_of_query(query, self._plan.estimator.difference)
-        name, op = f"projected_gradient[q{query}]", Scalar("projected_gradient", query)
-        kept = [self._before(query, step) for step in (-1, 0) if self._keeps_losses]
-        reads, left = (*map(self._loss, points), *kept[:1]), (self.gradient(query, 0), *kept[1:])
+        points = points_of_perturbation(perturbation, self._plan.estimator.difference)
+        name, op = f"projected_gradient[q{perturbation}]", Scalar("projected_gradient", perturbation)
+        kept = [self._before(perturbation, step) for step in (-1, 0) if self._keeps_losses]
+        reads, left = (*map(self._loss, points), *kept[:1]), (self.gradient(perturbation, 0), *kept[1:])
         self._emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))

@@ -69,7 +69,7 @@ _FACTORS = "perturbation_factors"
 
 
 class Perturbations(AxisWriter):
-    """Writes draws, and knows which perturbations lie where and how far each query's generator has come."""
+    """Writes draws, and knows which perturbations lie where and how far each perturbation's generator has come."""
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
         super().__init__(rank, listing)
@@ -81,7 +81,7 @@ class Perturbations(AxisWriter):
         self._sampled_in: dict[str, Ranges[Access | None]] = defaultdict(
             lambda: Ranges(None, lambda access: access)
         )
-        # Groups that each query's generator has passed.
+        # Groups that each perturbation's generator has passed.
         self._num_passed: dict[int, int] = {}
         self._halves = 0
 
@@ -96,20 +96,22 @@ class Perturbations(AxisWriter):
             self._rank.alignment_bytes,
         )
 
-    def place(self, group: ParamGroup, query: int, step: int, offset_bytes: int = 0) -> Access:
+    def place(self, group: ParamGroup, perturbation: int, step: int, offset_bytes: int = 0) -> Access:
         """Return the access to the perturbation of `group`: in a buffer of its own where it, or its factors, are kept."""
         if self._rank.adds_factors:
-            what = PerturbationFactors(group.name, query)
-            return Access(_kept(group, query), what, step, self._factor_bytes((group,)))
-        buffer, offset = (_kept(group, query), 0) if self._are_kept else (_PERTURBATIONS, offset_bytes)
-        return Access(buffer, Perturbation(group.name, query), step, self.perturbation_bytes(group), offset)
+            what = PerturbationFactors(group.name, perturbation)
+            return Access(_kept(group, perturbation), what, step, self._factor_bytes((group,)))
+        buffer, offset = (_kept(group, perturbation), 0) if self._are_kept else (_PERTURBATIONS, offset_bytes)
+        return Access(
+            buffer, Perturbation(group.name, perturbation), step, self.perturbation_bytes(group), offset
+        )
 
-    def rows(self, group: ParamGroup, query: int) -> Access:
+    def rows(self, group: ParamGroup, perturbation: int) -> Access:
         """Return the access to the rows of the perturbation of `group` that the batch names; to the whole where perturbations are kept."""
         if self._are_kept:
-            return self.place(group, query, 0)
+            return self.place(group, perturbation, 0)
         size = self._rows_bytes
-        return Access(_ROWS, PerturbationRows(group.name, query), 0, size, query * size)
+        return Access(_ROWS, PerturbationRows(group.name, perturbation), 0, size, perturbation * size)
 
     @cached_property
     def _rows_bytes(self) -> int:
@@ -141,7 +143,7 @@ class Perturbations(AxisWriter):
         return (max if self._rank.is_swept else sum)(sizes or [0])
 
     def _factor_bytes(self, groups: Iterable[ParamGroup], *, lefts: bool = True, rights: bool = True) -> int:
-        """Return the bytes of the factors of one query's perturbations of some groups, both or one of them."""
+        """Return the bytes of the factors of one perturbation's perturbations of some groups, both or one of them."""
         rank = self._plan.perturbations.rank or 0
         shapes = [shape for group in groups for shape in group.trainable_matrices]
         sides = sum(lefts * rows + rights * columns for rows, columns in shapes)
@@ -149,26 +151,28 @@ class Perturbations(AxisWriter):
 
     @cached_property
     def _passing_factor_bytes(self) -> int:
-        """Bytes of the factors that are there besides kept ones: each query's ``V`` of all matrices, and one group's ``U``.
+        """Bytes of the factors that are there besides kept ones: each perturbation's ``V`` of all matrices, and one group's ``U``.
 
         An update that waits for the next step may need the ``V`` before, which is drawn anew meanwhile.
         """
         groups = [group for group in self._rank.param_groups if group.num_trainable]
         num_kept = (2 if self._plan.schedule.update == "delayed" else 1) - self._rank.adds_factors
-        rights = num_kept * self._plan.estimator.num_queries * self._factor_bytes(groups, lefts=False)
+        rights = num_kept * self._plan.estimator.num_perturbations * self._factor_bytes(groups, lefts=False)
         if self._rank.adds_factors:
             return rights
         return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
-    def state_before(self, group: ParamGroup, query: int, step: int) -> Access:
+    def state_before(self, group: ParamGroup, perturbation: int, step: int) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
         size = NUM_RNG_MARKS * RNG_STATE_BYTES
-        return Access(f"rng.{group.name}.q{query}", GeneratorState(group.name, query), step, size)
+        return Access(
+            f"rng.{group.name}.q{perturbation}", GeneratorState(group.name, perturbation), step, size
+        )
 
-    def _state_after(self, group: ParamGroup, query: int) -> Access:
+    def _state_after(self, group: ParamGroup, perturbation: int) -> Access:
         """Return the access to the running generator state after `group`."""
-        state = GeneratorState(group.name, query, is_after=True)
-        return Access(f"rng.q{query}", state, 0, RNG_STATE_BYTES)
+        state = GeneratorState(group.name, perturbation, is_after=True)
+        return Access(f"rng.q{perturbation}", state, 0, RNG_STATE_BYTES)
 
     @cached_property
     def _kept_states(self) -> dict[str, ParamGroup]:
@@ -180,41 +184,41 @@ class Perturbations(AxisWriter):
         late = {group.name for group in _sampled_late(self._plan, self._rank.segments)}
         return {name: group for name, group in trainable.items() if name in late}
 
-    def pending(self, group: ParamGroup, query: int) -> Iterator[Access]:
+    def pending(self, group: ParamGroup, perturbation: int) -> Iterator[Access]:
         """Yield what a delayed update draws its perturbation from, or its perturbation, as the step before left it."""
         if self._are_kept:
-            yield self.place(group, query, -1)
+            yield self.place(group, perturbation, -1)
         elif self._plan.perturbations.rng == "mezo":
-            yield self.state_before(group, query, -1)
+            yield self.state_before(group, perturbation, -1)
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of perturbations, of rows of them, and of generator states."""
-        rank, queries = self._rank, range(self._plan.estimator.num_queries)
+        rank, perturbations = self._rank, range(self._plan.estimator.num_perturbations)
         dtype = self._storage.perturbation_format
         if self._are_kept:
             for group in rank.param_groups:
-                for query in queries if group.num_trainable else ():
-                    size = self.place(group, query, 0).size_bytes
+                for perturbation in perturbations if group.num_trainable else ():
+                    size = self.place(group, perturbation, 0).size_bytes
                     kept_format = self._storage.sampling_format if rank.adds_factors else dtype
-                    yield Buffer(_kept(group, query), Space.DEVICE, size, "perturbations", kept_format)
+                    yield Buffer(_kept(group, perturbation), Space.DEVICE, size, "perturbations", kept_format)
         else:
             size = max(map(self._segment_bytes, rank.segments))
             if self._samples_in_halves:
                 size = max(size, 2 * self._block_bytes)
             yield Buffer(_PERTURBATIONS, Space.DEVICE, size, "perturbations", dtype)
             if any(rank.gathers(group, EMBED) for group in rank.param_groups):
-                rows = self._rows_bytes * len(queries)
+                rows = self._rows_bytes * len(perturbations)
                 yield Buffer(_ROWS, Space.DEVICE, rows, "perturbations", self._storage.row_format)
         # Sparse perturbations move some rows, whose numbers stay from draw to update.
         if size := self._storage.nonzero_rows_bytes(self._rank.param_groups):
             yield Buffer("nonzero_rows", Space.DEVICE, size, "perturbations", "int64", dynamic=True)
         if size := self._passing_factor_bytes:
             yield Buffer(_FACTORS, Space.DEVICE, size, "perturbations", self._storage.sampling_format)
-        for query in queries if self._plan.perturbations.rng == "mezo" else ():
-            yield Buffer(f"rng.q{query}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
+        for perturbation in perturbations if self._plan.perturbations.rng == "mezo" else ():
+            yield Buffer(f"rng.q{perturbation}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
             for name in self._kept_states:
                 size = NUM_RNG_MARKS * RNG_STATE_BYTES
-                yield Buffer(f"rng.{name}.q{query}", Space.HOST, size, "rng", "uint8")
+                yield Buffer(f"rng.{name}.q{perturbation}", Space.HOST, size, "rng", "uint8")
 
     # -- draws -------------------------------------------------------------------------------------------------
 
@@ -223,18 +227,18 @@ class Perturbations(AxisWriter):
         if not self._are_kept:
             self._sampled.clear()
 
-    def sampled(self, group: ParamGroup, query: int) -> Access:
+    def sampled(self, group: ParamGroup, perturbation: int) -> Access:
         """Return where this step's perturbation of `group` is, which must have been drawn."""
         forms: tuple[Contents, ...] = (
-            *(Perturbation(group.name, query, is_scaled) for is_scaled in (False, True)),
-            PerturbationFactors(group.name, query),
+            *(Perturbation(group.name, perturbation, is_scaled) for is_scaled in (False, True)),
+            PerturbationFactors(group.name, perturbation),
         )
         return next(self._sampled[what, 0] for what in forms if (what, 0) in self._sampled)
 
     def sample(
         self,
         group: ParamGroup,
-        query: int,
+        perturbation: int,
         *,
         segment: str,
         step: int = 0,
@@ -255,21 +259,25 @@ class Perturbations(AxisWriter):
             offset_bytes = self.fresh_offset(segment)
         if self._are_kept:
             keep, scaled = "factors" if self._rank.adds_factors else "all", False
-        target = self.rows(group, query) if keep == "rows" else self.place(group, query, step, offset_bytes)
+        target = (
+            self.rows(group, perturbation)
+            if keep == "rows"
+            else self.place(group, perturbation, step, offset_bytes)
+        )
         if scaled and self._storage.keeps_scaled(self._plan.estimator.epsilon) and keep == "all":
-            target = replace(target, what=Perturbation(group.name, query, is_scaled=True))
+            target = replace(target, what=Perturbation(group.name, perturbation, is_scaled=True))
         if rounding:
-            target = replace(target, what=Perturbation(group.name, query, rounding=rounding))
+            target = replace(target, what=Perturbation(group.name, perturbation, rounding=rounding))
         # The step before has left it where it was drawn.
         if self._are_kept and step < 0:
             return target
         is_resampled = for_update and self._rank.distribution.is_resampled
         if (target.what, target.step) in self._sampled and not is_resampled:
             return self._sampled[target.what, target.step]
-        reads, writes = self._generator_accesses(group, query, step)
+        reads, writes = self._generator_accesses(group, perturbation, step)
         self._emit(
-            f"{group.name}/sample[q{query}{'@t-1' if step else ''}]{suffix}",
-            self._operation(group, query, step, keep, rounding, for_update=is_resampled),
+            f"{group.name}/sample[q{perturbation}{'@t-1' if step else ''}]{suffix}",
+            self._operation(group, perturbation, step, keep, rounding, for_update=is_resampled),
             self._stream,
             "sample",
             segment,
@@ -292,7 +300,7 @@ class Perturbations(AxisWriter):
     def _operation(
         self,
         group: ParamGroup,
-        query: int,
+        perturbation: int,
         step: int,
         keep: Keep,
         rounding: int = 0,
@@ -303,7 +311,7 @@ class Perturbations(AxisWriter):
         return Sample(
             group.name,
             step,
-            query,
+            perturbation,
             keep,
             perturbations.rng,
             perturbations.distribution,
@@ -316,7 +324,7 @@ class Perturbations(AxisWriter):
         )
 
     def _generator_accesses(
-        self, group: ParamGroup, query: int, step: int
+        self, group: ParamGroup, perturbation: int, step: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         """Return the generator states that drawing `group` reads and writes; skip the groups before it if need be."""
         # Keyed draws begin anywhere.
@@ -324,25 +332,25 @@ class Perturbations(AxisWriter):
             return (), ()
         position = self._positions[group.name]
         # The generator has passed this group: it is drawn again from the state that was kept before it.
-        if step < 0 or position < self._num_passed.get(query, 0):
-            return (self.state_before(group, query, step),), ()
+        if step < 0 or position < self._num_passed.get(perturbation, 0):
+            return (self.state_before(group, perturbation, step),), ()
         # Numbers come in one order, so those of groups in between are passed over first.
-        while self._num_passed.get(query, 0) < position:
-            passed = self.sampling_order[self._num_passed.get(query, 0)]
-            accesses = self._sequential_accesses(self._num_passed.get(query, 0), query)
-            op, work = self._operation(passed, query, 0, "none"), self._work(passed, "none")
-            name = f"{passed.name}/skip[q{query}]"
+        while self._num_passed.get(perturbation, 0) < position:
+            passed = self.sampling_order[self._num_passed.get(perturbation, 0)]
+            accesses = self._sequential_accesses(self._num_passed.get(perturbation, 0), perturbation)
+            op, work = self._operation(passed, perturbation, 0, "none"), self._work(passed, "none")
+            name = f"{passed.name}/skip[q{perturbation}]"
             self._emit(name, op, self._stream, "sample", passed.segments[0], *accesses, work)
-        return self._sequential_accesses(position, query)
+        return self._sequential_accesses(position, perturbation)
 
     def _sequential_accesses(
-        self, position: int, query: int
+        self, position: int, perturbation: int
     ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         group = self.sampling_order[position]
-        self._num_passed[query] = position + 1
-        reads = (self._state_after(self.sampling_order[position - 1], query),) if position else ()
-        before = (self.state_before(group, query, 0),) if group.name in self._kept_states else ()
-        return reads, (*before, self._state_after(group, query))
+        self._num_passed[perturbation] = position + 1
+        reads = (self._state_after(self.sampling_order[position - 1], perturbation),) if position else ()
+        before = (self.state_before(group, perturbation, 0),) if group.name in self._kept_states else ()
+        return reads, (*before, self._state_after(group, perturbation))
 
     def _work(
         self, group: ParamGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False
@@ -543,6 +551,6 @@ def _num_touched(num_places: float, num_balls: int) -> float:
     return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
 
 
-def _kept(group: ParamGroup, query: int) -> str:
+def _kept(group: ParamGroup, perturbation: int) -> str:
     """Return the buffer in which a perturbation stays from its draw to its update."""
-    return f"{_PERTURBATIONS}.{group.name}.q{query}"
+    return f"{_PERTURBATIONS}.{group.name}.q{perturbation}"

@@ -2,7 +2,7 @@
 
 Examples
 --------
-Two orders of the same forwards, of a model with two blocks and two queries, as block and point:
+Two orders of the same forwards, of a model with two blocks and two perturbations, as block and point:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.simulators.shortening import shortened
@@ -10,7 +10,7 @@ Two orders of the same forwards, of a model with two blocks and two queries, as 
 >>> from zosim.plans import Estimator, Placement, Schedule
 >>> model, place = shortened(read_model_spec("opt-125m")), Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> for traversal in ("sweep", "blockwise"):
-...     axes = {"schedule": Schedule(traversal=traversal), "estimator": Estimator(num_queries=2)}
+...     axes = {"schedule": Schedule(traversal=traversal), "estimator": Estimator(num_perturbations=2)}
 ...     writer = StepWriter(Plan(model=model, batch=1, seq=16, placement=place, **axes))
 ...     writer.write_step()
 ...     order = [
@@ -70,10 +70,10 @@ class StepWriter:
         yield from self.homes.at_rest(delayed_by=1)
         yield from self._losses.initial()
         delayed = [g for g in self._rank.param_groups if self._rank.is_delayed(g) and g.num_trainable]
-        for query in range(self._plan.estimator.num_queries if delayed else 0):
-            yield self._losses.gradient(query, -1)
+        for perturbation in range(self._plan.estimator.num_perturbations if delayed else 0):
+            yield self._losses.gradient(perturbation, -1)
             for group in delayed:
-                yield from self._perturbations.pending(group, query)
+                yield from self._perturbations.pending(group, perturbation)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -89,8 +89,8 @@ class StepWriter:
             self._blockwise()
         # One exchange a step, behind all forwards: latency counts for it, not bytes.
         self._losses.exchange_losses()
-        for query in range(self._plan.estimator.num_queries):
-            self._losses.projected_gradient(query)
+        for perturbation in range(self._plan.estimator.num_perturbations):
+            self._losses.projected_gradient(perturbation)
         self._immediate_updates()
 
     def write_flush(self) -> None:
@@ -108,24 +108,24 @@ class StepWriter:
             self._pending_updates(segment)
             if self._plan.estimator.difference == "forward":
                 self._forwards.segment(segment, BASE)
-            for query in range(self._plan.estimator.num_queries):
-                self._both_points(segment, query)
+            for perturbation in range(self._plan.estimator.num_perturbations):
+                self._both_points(segment, perturbation)
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
     def _together(self) -> None:
-        """Write one forward of each segment at all points, from the factors of every query's perturbation."""
+        """Write one forward of each segment at all points, from the factors of every perturbation's perturbation."""
         for segment in self._rank.segments:
             self.homes.upload(segment)
             self._pending_updates(segment)
-            for query in range(self._plan.estimator.num_queries):
+            for perturbation in range(self._plan.estimator.num_perturbations):
                 for group in self._rank.trainable(segment):
-                    self._perturbations.sample(group, query, segment=segment)
+                    self._perturbations.sample(group, perturbation, segment=segment)
             self._forwards.together(segment)
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
-    def _both_points(self, segment: str, query: int) -> None:
-        """Write one query's forwards of `segment`, from one draw of its perturbation."""
-        path = self._points.path(query)
+    def _both_points(self, segment: str, perturbation: int) -> None:
+        """Write one perturbation's forwards of `segment`, from one draw of its perturbation."""
+        path = self._points.path(perturbation)
         if not path:
             return
         # Perturbations of a segment's groups lie side by side; gathered rows have a buffer of their own.
@@ -134,7 +134,7 @@ class StepWriter:
             rows = self._rank.gathers(group, segment)
             self._perturbations.sample(
                 group,
-                query,
+                perturbation,
                 keep="rows" if rows else "all",
                 offset_bytes=offset,
                 # An update that finds the perturbation still there needs z, not the z·ε that perturbations are content with.
@@ -144,30 +144,30 @@ class StepWriter:
             offset += 0 if rows else self._perturbations.perturbation_bytes(group)
         whole = self._rank.perturbed_whole(segment)
         for leap in chain(*path):
-            self._points.perturb(whole, segment, query, leap)
+            self._points.perturb(whole, segment, perturbation, leap)
             if leap.point.is_perturbed:
                 self._forwards.segment(segment, leap.point)
 
     def _sweep(self) -> None:
         if self._plan.estimator.difference == "forward":
             self._forwards.model(BASE)
-        for query in range(self._plan.estimator.num_queries):
-            for leaps in self._points.path(query):
-                self._sweep_perturb(query, leaps)
+        for perturbation in range(self._plan.estimator.num_perturbations):
+            for leaps in self._points.path(perturbation):
+                self._sweep_perturb(perturbation, leaps)
                 for leap in leaps:
                     if leap.point.is_perturbed:
                         self._forwards.model(leap.point)
 
-    def _sweep_perturb(self, query: int, leaps: tuple[Leap, ...]) -> None:
+    def _sweep_perturb(self, perturbation: int, leaps: tuple[Leap, ...]) -> None:
         """Write the reference loop's pass: every group's perturbation is drawn, used and forgotten."""
         for group in self._perturbations.sampling_order:
             if group in self._rank.param_groups:
                 segment = self._rank.readers(group)[0]
                 self._perturbations.forget()
-                self._perturbations.sample(group, query, scaled=True, segment=segment)
+                self._perturbations.sample(group, perturbation, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
                 for leap in () if self._rank.is_beside(group) else leaps:
-                    self._points.perturb((group,), segment, query, leap)
+                    self._points.perturb((group,), segment, perturbation, leap)
         self._perturbations.forget()
 
     # -- updates -----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class StepWriter:
 
     def _is_updated_next(self, group: ParamGroup, segment: str) -> bool:
         """Whether the update of `group` finds the perturbation of its perturbations in `segment` still there."""
-        is_last = segment == self._rank.segments[-1] and self._plan.estimator.num_queries == 1
+        is_last = segment == self._rank.segments[-1] and self._plan.estimator.num_perturbations == 1
         return is_last and not self._rank.is_delayed(group)
 
     def _visit(self, segment: str, *, step_before: bool) -> None:

@@ -55,7 +55,7 @@ SIGN_SCRATCH_ELEMENTS = 1 << 16
 
 
 class Leap(NamedTuple):
-    """One perturbation on the path of a query.
+    """One perturbation on the path of a perturbation.
 
     Attributes
     ----------
@@ -106,13 +106,13 @@ class Points(AxisWriter):
 
     # -- points ------------------------------------------------------------------------------------------------
 
-    def path(self, query: int) -> tuple[tuple[Leap, ...], ...]:
-        """Return the perturbations of `query`, grouped by the draw that serves them where a sweep forgets perturbations in between.
+    def path(self, perturbation: int) -> tuple[tuple[Leap, ...], ...]:
+        """Return the perturbations `z` of one index, grouped by the draw that serves them where a sweep forgets perturbations in between.
 
         Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
         it has none, its perturbations are drawn if they are kept, or so that the step after can draw them again.
         """
-        plus, minus = Point(query, 1), Point(query, -1)
+        plus, minus = Point(perturbation, 1), Point(perturbation, -1)
         if self.are_copies:
             # Each copy is made of the weights as they are, not of the other copy.
             leaps = (Leap(BASE, plus, 1), Leap(BASE, minus, -1))
@@ -124,7 +124,7 @@ class Points(AxisWriter):
             return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
         return (Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)
 
-    def perturb(self, groups: Iterable[ParamGroup], segment: str, query: int, leap: Leap) -> None:
+    def perturb(self, groups: Iterable[ParamGroup], segment: str, perturbation: int, leap: Leap) -> None:
         """Write one perturbation of `groups`."""
         # Copies that are written ahead take turns in two buffers.
         number = self._take_turn(segment, leap.point)
@@ -135,13 +135,16 @@ class Points(AxisWriter):
             if self.are_copies:
                 left = self._copy(group, segment, leap.point, number)
                 self._copies[group.name, leap.point] = left
-            self._perturb_one(group, segment, query, leap, read, left)
+            self._perturb_one(group, segment, perturbation, leap, read, left)
 
     def weights(self, group: ParamGroup, segment: str, point: Point) -> tuple[Access, ...]:
         """Return what a forward of `segment` at `point` reads of `group`."""
         place = self._homes.place(group, segment)
         if point.is_perturbed and self._rank.is_beside(group):
-            return (*self._homes.weights(group, place, 0), self._perturbations.sampled(group, point.query))
+            return (
+                *self._homes.weights(group, place, 0),
+                self._perturbations.sampled(group, point.perturbation),
+            )
         if not (self.are_copies and point.is_perturbed and group.num_trainable):
             return self._homes.weights(group, place, 0, point)
         return (*self._homes.frozen(group, place), self._copies[group.name, point])
@@ -156,14 +159,16 @@ class Points(AxisWriter):
         )
 
     def _perturb_one(
-        self, group: ParamGroup, segment: str, query: int, leap: Leap, read: Access, left: Access
+        self, group: ParamGroup, segment: str, perturbation: int, leap: Leap, read: Access, left: Access
     ) -> None:
-        z = self._perturbations.sampled(group, query)
+        z = self._perturbations.sampled(group, perturbation)
         is_fused = self._storage.keeps_signs or is_scaled(z.what)
-        label, at = ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{query}")
+        label, at = (
+            ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{perturbation}")
+        )
         self._emit(
             f"{group.name}/{label}[{at}]",
-            Perturb(group.name, leap.scale, query),
+            Perturb(group.name, leap.scale, perturbation),
             self._stream,
             label,
             segment,
@@ -192,9 +197,9 @@ class Points(AxisWriter):
         # Forwards read one copy at a time; who writes ahead needs another one meanwhile.
         if not self._rank.is_swept:
             return 2 if is_ahead else 1
-        # Both signs of a query come of one draw, so both copies of the whole model are there at once.
-        of_query = max(Counter(point.query for point in self._perturbed).values())
-        return min(len(self._perturbed), 2) if is_ahead else of_query
+        # Both signs of a perturbation come of one draw, so both copies of the whole model are there at once.
+        of_perturbation = max(Counter(point.perturbation for point in self._perturbed).values())
+        return min(len(self._perturbed), 2) if is_ahead else of_perturbation
 
     def _copy(self, group: ParamGroup, segment: str, point: Point, number: int) -> Access:
         """Return the access to the copy of `group` at `point` in one of the buffers for them."""
@@ -253,44 +258,46 @@ class Points(AxisWriter):
     # -- updates -----------------------------------------------------------------------------------------------
 
     def update(self, group: ParamGroup, segment: str, *, step: int) -> None:
-        """Write the update of `group` with the projected gradients of `step`, one query after the other."""
-        num_queries = self._plan.estimator.num_queries
+        """Write the update of `group` with the projected gradients of `step`, one perturbation after the other."""
+        num_perturbations = self._plan.estimator.num_perturbations
         place = self._homes.place(group, segment)
         divisor = self._storage.update_divisor
-        for query in range(num_queries):
+        for perturbation in range(num_perturbations):
             z = self._perturbations.sample(
                 group,
-                query,
+                perturbation,
                 step=step,
                 segment=segment,
                 rounding=self._storage.update_rounding,
                 for_update=True,
                 suffix=":update",
             )
-            is_last = query == num_queries - 1
-            # Between the updates of two queries weights are in a state of their own, which nothing but the next may read.
-            before = ParamGroupWeights(group.name, updated_to=query - 1 if query else None)
-            after = ParamGroupWeights(group.name, updated_to=None if is_last else query)
+            is_last = perturbation == num_perturbations - 1
+            # Between the updates of two perturbations weights are in a state of their own, which nothing but the next may read.
+            before = ParamGroupWeights(group.name, updated_to=perturbation - 1 if perturbation else None)
+            after = ParamGroupWeights(group.name, updated_to=None if is_last else perturbation)
             read = self._homes.trainable(group, place, step, before)
             left = self._homes.trainable(group, place, step + is_last, after)
-            added = self._sum(group, query - 1, step) if query else ()
-            adding = () if is_last else self._sum(group, query, step)
+            added = self._sum(group, perturbation - 1, step) if perturbation else ()
+            adding = () if is_last else self._sum(group, perturbation, step)
             work = self._update_work(group, is_summed=bool(adding))
             self._emit(
-                f"{group.name}/update[q{query}]",
-                Update(group.name, step, query, divisor),
+                f"{group.name}/update[q{perturbation}]",
+                Update(group.name, step, perturbation, divisor),
                 self._stream,
                 "update",
                 segment,
-                (read, z, self._losses.gradient(query, step), *added),
+                (read, z, self._losses.gradient(perturbation, step), *added),
                 (left, *adding),
                 self._with_closing(group, work) if is_last else work,
             )
 
-    def _sum(self, group: ParamGroup, query: int, step: int) -> tuple[Access, ...]:
-        """Return the access to what the quantized values of `group` change by, over all queries up to `query`; none if each is rounded."""
+    def _sum(self, group: ParamGroup, perturbation: int, step: int) -> tuple[Access, ...]:
+        """Return the access to what the quantized values of `group` change by, over all perturbations up to `perturbation`; none if each is rounded."""
         size = self._storage.sum_bytes(group)
-        return (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{query}"), step, size),) if size else ()
+        return (
+            (Access("sums", Named(UPDATE_SUM, f"{group.name}:q{perturbation}"), step, size),) if size else ()
+        )
 
     def _with_closing(self, group: ParamGroup, work: Work) -> Work:
         """Return `work` with a step's share of closing the increments beside the linears of `group`, where its rank would exceed the bound."""

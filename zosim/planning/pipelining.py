@@ -105,5 +105,5 @@ def about_stages(planned: PlannedRun) -> Iterator[str]:
     yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_points * num_boundaries} by SparQ's count {formula}{each}"
     yield (
         f"back go {figures.num_losses} losses, in one exchange: {counts.num_scalars} scalars that "
-        f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_queries * num_boundaries}"
+        f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_perturbations * num_boundaries}"
     )

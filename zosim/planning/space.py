@@ -298,7 +298,7 @@ def too_few_ranks(request: Request) -> PlanError:
     if request.config.search.ranks is not None:
         return PlanError(
             f"{request.max_ranks} ranks cannot share out a batch of {request.config.batch} and "
-            f"{request.axis(Estimator).num_queries} perturbations by --method {request.config.search.method}",
+            f"{request.axis(Estimator).num_perturbations} perturbations by --method {request.config.search.method}",
             hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
         )
     least = {

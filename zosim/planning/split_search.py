@@ -164,10 +164,12 @@ class Costs:
             sum(plan.storage.nbytes(group) for group in self.whole.param_groups_of(segment))
             for segment in self.whole.segments
         ]
-        # A generator passes over the numbers of every stage before, once for each query.
+        # A generator passes over the numbers of every stage before, once for each perturbation.
         works = [passing_work(number, plan.perturbations, plan.storage.sampling_format) for number in sampled]
         skips = [
-            plan.estimator.num_queries * estimate(work, machine.profile).seconds if work.num_skipped else 0.0
+            plan.estimator.num_perturbations * estimate(work, machine.profile).seconds
+            if work.num_skipped
+            else 0.0
             for work in works
         ]
         return SegmentSeconds(

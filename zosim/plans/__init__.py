@@ -186,7 +186,7 @@ class Plan(Axis, Document):
     @property
     def points(self) -> tuple[Point, ...]:
         """Evaluation points of one step, in the order in which a segment visits them."""
-        return points_of_step(self.estimator.num_queries, self.estimator.difference)
+        return points_of_step(self.estimator.num_perturbations, self.estimator.difference)
 
     def points_of(self, rank: int) -> tuple[Point, ...]:
         """Return the evaluation points that `rank` forwards: neighbours, as evenly as can be."""

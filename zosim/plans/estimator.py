@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from topology.limits import Queries
+from topology.limits import NumPerturbations
 from zosim.plans.setting import Axis, Conflict, Setting
 from zosim.points import Difference, points_of_step
 
@@ -25,8 +25,8 @@ class Estimator(Axis):
     ----------
     difference : str
         ``"central"``: ``g = (l(θ + εz) - l(θ - εz)) / 2ε``. ``"forward"``: ``g = (l(θ + εz) - l(θ)) / ε``. ``"residual"``: one
-        point a query, ``g = (l(θ + εz) - l')/ε`` with what that loss ``l'`` was in the step before; in the first, ``g = 0``.
-    num_queries : int
+        point a perturbation, ``g = (l(θ + εz) - l')/ε`` with what that loss ``l'`` was in the step before; in the first, ``g = 0``.
+    num_perturbations : int
         Perturbations per step; their updates are averaged.
     epsilon : float
         Smoothing radius ``ε``.
@@ -43,9 +43,14 @@ class Estimator(Axis):
             changes="numbers",
         ),
     ] = "central"
-    num_queries: Annotated[
-        Queries,
-        Setting("--queries", "Number of perturbations per step.", "numbers", recorded_as="num_queries"),
+    num_perturbations: Annotated[
+        NumPerturbations,
+        Setting(
+            "--num-perturbations",
+            "Number of perturbations per step.",
+            "numbers",
+            recorded_as="num_perturbations",
+        ),
     ] = 1
     epsilon: Annotated[
         float,
@@ -60,9 +65,9 @@ class Estimator(Axis):
     ] = 1e-3
 
     def summary(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
-        """Yield that a query has one point."""
+        """Yield that a perturbation has one point."""
         if self.difference == "residual":
-            yield "one point a query"
+            yield "one point a perturbation"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""
@@ -71,7 +76,7 @@ class Estimator(Axis):
         )
         if num_forwards > MAX_FORWARDS:
             complaint = (
-                f"{self.num_queries} perturbations of {len(plan.model.segments)} segments take "
+                f"{self.num_perturbations} perturbations of {len(plan.model.segments)} segments take "
                 f"{num_forwards} segment forwards per step and rank, more than the maximum of {MAX_FORWARDS}"
             )
             yield (
@@ -81,10 +86,10 @@ class Estimator(Axis):
 
     @property
     def points_formula(self) -> str:
-        """The number of points, of ``P`` queries."""
+        """The number of points, of ``P`` perturbations."""
         return {"central": "2P", "forward": "(P + 1)", "residual": "P"}[self.difference]
 
     @property
     def num_points(self) -> int:
         """Points at which a step evaluates the loss."""
-        return len(points_of_step(self.num_queries, self.difference))
+        return len(points_of_step(self.num_perturbations, self.difference))

@@ -68,7 +68,7 @@ class LowBits(Axis):
         What a projected gradient along the rounded perturbation ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
         by another rounding ``û₂`` of the same perturbation, ``"normalised"`` by ``û₁`` over its second moment.
     update_rounding : str
-        ``"query"``: the quantized updates by each query is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
+        ``"perturbation"``: the quantized updates by each perturbation is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
         sum of a step's, once.
     sparsity : float
         Probability that a row of the perturbation of a quantized weight, an output channel, is 0 in a step. Others are
@@ -156,7 +156,7 @@ class LowBits(Axis):
         ),
     ] = "normalised"
     update_rounding: Annotated[
-        Literal["query", "step"],
+        Literal["perturbation", "step"],
         Setting(
             "--update-rounding",
             "Stochastic rounding of updates of quantized weights: for each perturbation, or once per step"
@@ -164,7 +164,7 @@ class LowBits(Axis):
             "numbers",
             expert=True,
         ),
-    ] = "query"
+    ] = "perturbation"
     sparsity: Annotated[
         float,
         Field(ge=0, le=0.9999, allow_inf_nan=False),
@@ -269,10 +269,10 @@ class LowBits(Axis):
                 f"--sparsity {self.sparsity:g} applies to quantized weights that are tuned, but none is",
                 "leave --sparsity out, or tune the linear layers",
             )
-        if self.update_rounding == "step" and plan.estimator.num_queries == 1:
+        if self.update_rounding == "step" and plan.estimator.num_perturbations == 1:
             yield (
                 "--update-rounding step sums the updates of several perturbations, but a step has one",
-                "raise --queries, or leave --update-rounding out",
+                "raise --num-perturbations, or leave --update-rounding out",
             )
         if plan.schedule.traversal == "sweep" and not plan.perturbations.kept:
             yield (

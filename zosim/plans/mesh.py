@@ -48,8 +48,8 @@ class Mesh(Axis):
     data : int
         Shards of the batch. All see the same perturbations; what they exchange are losses (DistZO2's DDP).
     perturb : int
-        Parts of a step's evaluation points: with 2 the two signs of one query (DistZO2's PertP), with more the
-        queries too.
+        Parts of a step's evaluation points: with 2 the two signs of one perturbation (DistZO2's PertP), with more the
+        perturbations too.
     stage : int
         Parts of the model, one after the other: see :class:`~zosim.plans.Split`. Neighbouring ranks are neighbouring stages.
     inner : str

@@ -35,12 +35,12 @@ class Perturbations(Axis):
         too. LoZO's name for it is ν.
     rng : str
         ``"mezo"``: one torch generator for all parameters in turn, the reference loop's stream.
-        ``"counter"``: every (seed, step, query, parameter) keys its own stream, sliceable at any offset.
+        ``"counter"``: every (seed, step, perturbation, parameter) keys its own stream, sliceable at any offset.
     order : str
         Order in which ``mezo`` draws for the parameters: ``"registration"`` (MeZO) or ``"execution"`` (ZO2).
     kept : bool
         Whether every perturbation is drawn once in a step and kept until its update, for as many more bytes on the device
-        as the trainable weights take, for each query. Off, a perturbation is drawn again whenever it is needed anew.
+        as the trainable weights take, for each perturbation. Off, a perturbation is drawn again whenever it is needed anew.
     sampled_ahead : bool
         Whether perturbations are drawn on a stream of their own, one block ahead of their use, for one more
         block-sized buffer. Where weights are copied, that stream writes the copies, too, and applies updates: what a

@@ -1,16 +1,16 @@
 """What the bytes of a buffer hold.
 
 Every operand of an instruction names its contents by one of these types. Files and messages have them as text, the name
-before the ``@``, the point or the query behind it; both forms are made here and nowhere else:
+before the ``@``, the point or the perturbation behind it; both forms are made here and nowhere else:
 
 >>> (
 ...     str(ParamGroupWeights("block.3", Point(0, 1))),
-...     str(Perturbation("block.3", query=0)),
+...     str(Perturbation("block.3", perturbation=0)),
 ...     str(Hidden("block.3", BASE)),
 ... )
 ('block.3@q0+', 'z:block.3@q0', 'block.3:out')
 >>> parse_contents("z:block.3@q0*eps")
-Perturbation(group='block.3', query=0, is_scaled=True, rounding=0)
+Perturbation(group='block.3', perturbation=0, is_scaled=True, rounding=0)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ParamGroupWeights:
     point : Point
         Where they have been perturbed to.
     updated_to : int or None
-        The last query of a step whose update they have, where those of later queries are still missing.
+        The last perturbation of a step whose update they have, where those of later perturbations are still missing.
     """
 
     group: str
@@ -61,12 +61,12 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """The perturbation of one query for the trainable parameters of a group.
+    """The perturbation ``z`` of one index for the trainable parameters of a group.
 
     Attributes
     ----------
     group : str
-    query : int
+    perturbation : int
     is_scaled : bool
         Whether it is kept as ``z·ε``, rounded: good for perturbations alone.
     rounding : int
@@ -74,13 +74,13 @@ class Perturbation:
     """
 
     group: str
-    query: int
+    perturbation: int
     is_scaled: bool = False
     rounding: int = 0
 
     def __str__(self) -> str:
         rounding = f"#{self.rounding}" if self.rounding else ""
-        return f"z:{self.group}@q{self.query}{'*eps' if self.is_scaled else rounding}"
+        return f"z:{self.group}@q{self.perturbation}{'*eps' if self.is_scaled else rounding}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class PerturbationRows:
     """The rows of a perturbation that the batch names, where the group is a table of tokens."""
 
     group: str
-    query: int
+    perturbation: int
 
     def __str__(self) -> str:
-        return f"z:{self.group}:rows@q{self.query}"
+        return f"z:{self.group}:rows@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,10 @@ class PerturbationFactors:
     """The factors whose products the matrices of a perturbation are."""
 
     group: str
-    query: int
+    perturbation: int
 
     def __str__(self) -> str:
-        return f"z:{self.group}:factors@q{self.query}"
+        return f"z:{self.group}:factors@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,11 @@ class GeneratorState:
     """
 
     group: str
-    query: int
+    perturbation: int
     is_after: bool = False
 
     def __str__(self) -> str:
-        return f"rng:{self.group}{'+' if self.is_after else ''}@q{self.query}"
+        return f"rng:{self.group}{'+' if self.is_after else ''}@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +163,12 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class ProjectedGradient:
-    """The projected gradient of one query."""
+    """The projected gradient of one perturbation."""
 
-    query: int
+    perturbation: int
 
     def __str__(self) -> str:
-        return f"g@q{self.query}"
+        return f"g@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ GATHERED_LOSSES = Named("losses:gathered")
 """The same of all ranks, in rank order."""
 
 UPDATE_SUM = "update:sum"
-"""Name of what the quantized values of a group change by, added up over the queries so far of a step."""
+"""Name of what the quantized values of a group change by, added up over the perturbations so far of a step."""
 
 UNSET = Named("unset")
 """Memory that has just been allocated."""
@@ -231,7 +231,7 @@ def parameters_of(what: Contents) -> ParamGroupWeights | FrozenWeights | None:
 
 
 def name_and_state(what: Contents) -> tuple[str, str]:
-    """Return the text of `what` in two: what it is, and at which point, of which query or in which state."""
+    """Return the text of `what` in two: what it is, and at which point, of which perturbation or in which state."""
     name, _, state = str(what).partition("@")
     return name, state
 

@@ -51,7 +51,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The perturbation of one query for one parameter group.
+    """The perturbation ``z`` of one index for one parameter group.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Sample:
         Parameter group.
     step : int
         Step whose seed is used, relative to this one (-1 for a delayed update).
-    query : int
+    perturbation : int
     keep : str
         ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"factors"`` keeps ``U`` and ``V``
         without their product; ``"none"`` skips the group's numbers.
@@ -67,7 +67,7 @@ class Sample:
         ``"mezo"``: one sequence for all groups in turn. The state before the group is read (that of the group itself, or
         that after the previous group in turn; none: the step's seed starts the sequence). Such a draw writes the
         state before the group, for drawing again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
-        ``"counter"``: keyed by (seed, step, query, parameter), no state.
+        ``"counter"``: keyed by (seed, step, perturbation, parameter), no state.
     distribution : str
     bits : int
         Width of the quantized values that the perturbation is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
@@ -85,7 +85,7 @@ class Sample:
 
     group: str
     step: int = 0
-    query: int = 0
+    perturbation: int = 0
     keep: Literal["all", "rows", "factors", "none"] = "all"
     generator: Literal["mezo", "counter"] = "mezo"
     distribution: DistributionName = "gaussian"
@@ -107,7 +107,7 @@ class Perturb:
 
     group: str
     scale: int
-    query: int = 0
+    perturbation: int = 0
     kind: Literal["perturb"] = "perturb"
 
 
@@ -115,20 +115,20 @@ class Perturb:
 class Update:
     """``θ - η·(g·z + wd·θ)``, rounded in that order, with the ``η`` and ``g`` of step ``step``.
 
-    Weights that are quantized are rounded to their grid at random, once; or what they change by is added to that by the queries before,
+    Weights that are quantized are rounded to their grid at random, once; or what they change by is added to that by the perturbations before,
     and rounded with the last.
 
     Attributes
     ----------
     group : str
-    step, query : int
+    step, perturbation : int
     divisor : float
         What ``g`` is divided by before.
     """
 
     group: str
     step: int = 0
-    query: int = 0
+    perturbation: int = 0
     divisor: float = 1.0
     kind: Literal["update"] = "update"
 
@@ -191,15 +191,15 @@ class Scalar:
     Attributes
     ----------
     function : str
-        ``"projected_gradient"`` turns losses into the ``g`` of `query`. ``"pack_losses"`` puts this rank's losses,
+        ``"projected_gradient"`` turns losses into the ``g`` of `perturbation`. ``"pack_losses"`` puts this rank's losses,
         with the labels that each is the mean over, side by side. ``"mean_loss"`` turns the packed losses of all ranks
         into one loss per point: the mean over all labels, ``Σ lᵢ·nᵢ / Σ nᵢ`` in float64 and in rank order; the loss of a
         point that one rank alone forwarded stays what it is.
-    query : int
+    perturbation : int
     """
 
     function: Literal["projected_gradient", "pack_losses", "mean_loss"]
-    query: int = 0
+    perturbation: int = 0
     kind: Literal["scalar"] = "scalar"
 
 

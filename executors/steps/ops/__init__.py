@@ -30,7 +30,7 @@ class Actions:
         Counts what goes to other stages.
     sweeps : Sweeps
         Perturbs and updates.
-    num_queries : int
+    num_perturbations : int
         Perturbations per step.
     """
 
@@ -39,7 +39,7 @@ class Actions:
         self.boundaries = BoundaryActions(context)
         copies, forwards = Copies(context), Forwards(context)
         exchanges, self.sweeps = Exchanges(context), Sweeps(context)
-        self.num_queries = self.sweeps.num_queries
+        self.num_perturbations = self.sweeps.num_perturbations
         self._makers: dict[str, Callable[[Instruction], Action]] = {
             "load": forwards.load,
             "copy": copies.copy,

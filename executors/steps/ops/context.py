@@ -108,9 +108,11 @@ class Context:
         samples = (i.op for _, i in self.program.instructions() if isinstance(i.op, Sample))
         return {op.group: rounding_of(op) for op in samples if op.bits}
 
-    def nonzero_rows(self, group: str, frame: StepFrame, query: int) -> Callable[[int], ChosenRows | None]:
+    def nonzero_rows(
+        self, group: str, frame: StepFrame, perturbation: int
+    ) -> Callable[[int], ChosenRows | None]:
         """Return what says which rows of a parameter a step's perturbation moves; None for all."""
-        key = rounding_key(frame.seeds[query], frame.step, query, "rows")
+        key = rounding_key(frame.seeds[perturbation], frame.step, perturbation, "rows")
         return partial(self.sampler_of(self.rounded_perturbations[group]).nonzero.of, key=key)
 
     def sampler_of(self, rounding: RoundedPerturbation) -> RoundedSampler:
@@ -125,7 +127,7 @@ class Context:
         device = self.backend.device
         # A step's and those of the step before, which updates may be of.
         samples = [i.op for _, i in self.program.instructions() if isinstance(i.op, Sample)]
-        num_kept = 2 * (1 + max((op.query for op in samples), default=0))
+        num_kept = 2 * (1 + max((op.perturbation for op in samples), default=0))
         made = {}
         for rounding in set(self.rounded_perturbations.values()):
             nonzero = NonzeroRows(

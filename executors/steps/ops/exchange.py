@@ -103,14 +103,14 @@ class Exchanges:
         op = instruction.op
         assert isinstance(op, Scalar)
         points = _points_of(instruction.reads)
-        plus, minus = Point(op.query, 1), Point(op.query, -1)
+        plus, minus = Point(op.perturbation, 1), Point(op.perturbation, -1)
         if set(points) not in ({plus, minus}, {plus, BASE}, {plus}) or len(points) != 2:
             names = ", ".join(map(str, points)) or "no point"
             raise Unfit(f"makes a projected gradient of losses at {names}")
         other = minus if minus in points else BASE
         epsilon, backend = self._context.hyperparameters.epsilon, self._context.backend
         if set(points) == {plus}:
-            return self._residual(op.query, plus, epsilon)
+            return self._residual(op.perturbation, plus, epsilon)
 
         def scalar(frame: StepFrame) -> None:
             if frame.replayed:
@@ -121,11 +121,11 @@ class Exchanges:
             scalars = [gradient, losses[plus], losses[other]]
             if len({scalar.dtype for scalar in scalars}) > 1:
                 scalars = [scalar.double() for scalar in scalars]
-            frame.gradients[op.query], read[plus], read[other] = backend.read(torch.stack(scalars))
+            frame.gradients[op.perturbation], read[plus], read[other] = backend.read(torch.stack(scalars))
 
         return scalar
 
-    def _residual(self, query: int, point: Point, epsilon: float) -> Action:
+    def _residual(self, perturbation: int, point: Point, epsilon: float) -> Action:
         """Return what makes a projected gradient of a loss and that of the step before; in the first step it is 0."""
 
         def scalar(frame: StepFrame) -> None:
@@ -134,7 +134,7 @@ class Exchanges:
             loss = frame.losses_read[point] = frame.losses[point].double().item()
             # The first step has no step before: measured against itself, its gradient is 0.
             before = float(frame.losses_before.setdefault(point, loss))
-            frame.gradients[query] = (loss - before) / epsilon
+            frame.gradients[perturbation] = (loss - before) / epsilon
 
         return scalar
 

@@ -189,7 +189,7 @@ class Forwards:
         source = place_of(only(inputs, "read of hidden states")) if op.segment != EMBED else None
         output = place_of(instruction.writes[0])
         factors_of = {
-            (access.what.group, access.what.query): access
+            (access.what.group, access.what.perturbation): access
             for access in instruction.reads
             if isinstance(access.what, PerturbationFactors | Perturbation)
         }
@@ -202,9 +202,9 @@ class Forwards:
             paths = {}
             for group, scales in groups:
                 # The base reads any perturbation, times nothing.
-                first = next(iter(query for name, query in factors_of if name == group))
-                queries = [point.query if point.is_perturbed else first for point in op.together]
-                accesses = [factors_of[group, query] for query in queries]
+                first = next(iter(perturbation for name, perturbation in factors_of if name == group))
+                perturbations = [point.perturbation if point.is_perturbed else first for point in op.together]
+                accesses = [factors_of[group, perturbation] for perturbation in perturbations]
                 if isinstance(accesses[0].what, Perturbation):
                     views = [store.placed(access).qvalues for access in accesses]
                     for number, tensor in enumerate(store.trainable(group).tensors):
@@ -262,18 +262,20 @@ class Forwards:
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
         rows = {
-            what.query: access
+            what.perturbation: access
             for access in instruction.reads
             if isinstance(what := access.what, Perturbation | PerturbationRows) and what.group == group
         }
         path = self._paths.get((instruction.id, group))
         if path is None:
             raise Unfit(f"gathers {group} at {op.point}, where no later perturbation of the program leads")
-        missing = {query for query, _ in path} - set(rows)
+        missing = {perturbation for perturbation, _ in path} - set(rows)
         if missing:
-            names = ", ".join(f"q{query}" for query in sorted(missing))
+            names = ", ".join(f"q{perturbation}" for perturbation in sorted(missing))
             raise Unfit(f"gathers {group} at {op.point} without the rows of {names}")
-        return _GatheredTable(self._context, table, [(rows[query], scales) for query, scales in path])
+        return _GatheredTable(
+            self._context, table, [(rows[perturbation], scales) for perturbation, scales in path]
+        )
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ class _ForwardBeside:
     @contextmanager
     def there(self, frame: StepFrame) -> Iterator[None]:
         """Let them see it there."""
-        context, query = self.context, self.point.query
+        context, perturbation = self.context, self.point.perturbation
         theta, z = context.store.placed(self.weights), context.store.placed(self.perturbation)
         group = theta.section.what.group
         step = PerturbationStep(
@@ -334,7 +336,7 @@ class _ForwardBeside:
             context.rounded_perturbations[group],
             gathered_several,
             gathered,
-            context.nonzero_rows(group, frame, query),
+            context.nonzero_rows(group, frame, perturbation),
         )
         for kind, along in theta.along(z.qvalues):
             for one, view in zip(along, kind.at(along, step), strict=True):
@@ -352,7 +354,7 @@ def _needs_rows(instruction: Instruction) -> bool:
 
 
 _Path = list[tuple[int, tuple[int, ...]]]
-"""Perturbations one after the other: queries, with the scales of those of a query that follow on each other."""
+"""Perturbations one after the other: perturbations, with the scales of those of a perturbation that follow on each other."""
 
 
 def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
@@ -376,11 +378,11 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
                 group, point = left.what.group, left.what.point
                 if read.what.group != group or group not in gathering:
                     continue
-                step = [(op.query, op.scale)] if isinstance(op, Perturb) else []
+                step = [(op.perturbation, op.scale)] if isinstance(op, Perturb) else []
                 for entry in gathering[group]:
                     steps = entry.steps[place_of(left)] = [*entry.steps.get(place_of(read), []), *step]
                     if step and entry.point == point:
-                        paths[entry.forward, group] = _by_query(steps)
+                        paths[entry.forward, group] = _by_perturbation(steps)
                 if step:
                     gathering[group] = [entry for entry in gathering[group] if entry.point != point]
     return paths
@@ -395,11 +397,11 @@ class _Gathering:
     steps: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
 
 
-def _by_query(steps: Sequence[tuple[int, int]]) -> _Path:
+def _by_perturbation(steps: Sequence[tuple[int, int]]) -> _Path:
     path: _Path = []
-    for query, scale in steps:
-        if path and path[-1][0] == query:
-            path[-1] = (query, (*path[-1][1], scale))
+    for perturbation, scale in steps:
+        if path and path[-1][0] == perturbation:
+            path[-1] = (perturbation, (*path[-1][1], scale))
         else:
-            path.append((query, (scale,)))
+            path.append((perturbation, (scale,)))
     return path

@@ -143,7 +143,7 @@ class Sampling:
             if source:
                 generator.set_state(values[source[0]][0])
             else:
-                generator.manual_seed(seeded.seeds[op.query])
+                generator.manual_seed(seeded.seeds[op.perturbation])
             states = fill(frame, generator)
             for key in before:
                 values[key] = states
@@ -248,19 +248,19 @@ class Sampling:
             assert frame.window is not None
             if op.for_update and frame.step == frame.window.first:
                 return factor_sampler.resampled(
-                    op.group, op.query, frame.seeds[op.query], frame.window, places
+                    op.group, op.perturbation, frame.seeds[op.perturbation], frame.window, places
                 )
             if source:
                 generator.set_state(values[source[0]][0])
             else:
-                generator.manual_seed(frame.seeds[op.query])
+                generator.manual_seed(frame.seeds[op.perturbation])
             states = [generator.get_state()]
             factors = None
             if op.keep == "none":
                 factor_sampler.pass_over(op.group, frame.step, frame.window, generator)
             else:
                 factors = factor_sampler.sequential(
-                    op.group, op.query, frame.step, frame.window, generator, places
+                    op.group, op.perturbation, frame.step, frame.window, generator, places
                 )
             for key in before:
                 values[key] = states
@@ -279,7 +279,7 @@ class Sampling:
             elif op.keep != "none":
                 assert seeded.window is not None
                 factors = factor_sampler.counted(
-                    op.group, op.query, counter_key(frame, op), seeded.window, places
+                    op.group, op.perturbation, counter_key(frame, op), seeded.window, places
                 )
             if factors is not None and op.keep == "factors":
                 values[place_of(wanted[0])] = factors
@@ -325,13 +325,13 @@ class Sampling:
             )
         return self._factors
 
-    def _sampling_order(self, query: int) -> list[str]:
-        """Return the groups that the step's generator of a query visits, in their order."""
+    def _sampling_order(self, perturbation: int) -> list[str]:
+        """Return the groups that the step's generator of a perturbation visits, in their order."""
         return [
             i.op.group
             for i in self._context.program.step
             if isinstance(i.op, Sample)
-            and i.op.query == query
+            and i.op.perturbation == perturbation
             and any(isinstance(a.what, GeneratorState) and a.what.is_after for a in i.writes)
         ]
 
@@ -384,7 +384,7 @@ def _states(op: Sample, instruction: Instruction) -> tuple[list[Place], list[Pla
     """Return where the sequential generator's state is read, where that before the group is left, and where that after it."""
 
     def written(*, is_after: bool) -> list[Place]:
-        state = GeneratorState(op.group, op.query, is_after=is_after)
+        state = GeneratorState(op.group, op.perturbation, is_after=is_after)
         return [place_of(access) for access in instruction.writes if access.what == state]
 
     source = [place_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]
@@ -395,11 +395,13 @@ def counter_key(frame: StepFrame, op: Sample) -> CounterKey:
     """Return the key of a draw in the step that it draws for."""
     source = frame.at(op.step)
     assert source is not None
-    return CounterKey.of(source.seeds[op.query], source.step, op.query)
+    return CounterKey.of(source.seeds[op.perturbation], source.step, op.perturbation)
 
 
 def _sampling_keys(frame: StepFrame, op: Sample) -> SamplingKeys:
     """Return the keys of what quantizes a draw."""
     source = frame.at(op.step)
     assert source is not None
-    return SamplingKeys.of(source.seeds[op.query], source.step, op.query, is_second=bool(op.rounding))
+    return SamplingKeys.of(
+        source.seeds[op.perturbation], source.step, op.perturbation, is_second=bool(op.rounding)
+    )

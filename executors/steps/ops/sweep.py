@@ -38,7 +38,9 @@ class Sweeps:
         self._context = context
         program = context.program
         self.sweeper = Sweeper(_scratch_elements(program))
-        self.num_queries = 1 + max((i.op.query for i in program.step if isinstance(i.op, Scalar)), default=-1)
+        self.num_perturbations = 1 + max(
+            (i.op.perturbation for i in program.step if isinstance(i.op, Scalar)), default=-1
+        )
         sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
         self._streams = {i.stream for i in sweeps[:1]}
         samples = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Sample)}
@@ -110,7 +112,7 @@ class Sweeps:
                 f"updates along {perturbation.describe()}, which has been multiplied by epsilon and rounded"
             )
         # Several perturbations are one step, which decays once. A decay of 0 changes nothing.
-        weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
+        weight_decay = self._context.hyperparameters.weight_decay if op.perturbation == 0 else 0.0
         sweeper, is_sign = self.sweeper, op.group in self._signs
         if op.group in self._roundings:
             before, after = (
@@ -138,7 +140,7 @@ class Sweeps:
             if source is None:
                 return
             theta, z = self._context.store.placed(weights), self._context.store.placed(perturbation)
-            gradient = source.gradients[op.query] / self.num_queries
+            gradient = source.gradients[op.perturbation] / self.num_perturbations
             rate = source.learning_rate
             runs = [(0, theta.flat.numel(), (False, 1.0))] if is_uniform else runs_alike(theta, traits)
             # One pass over all, which adds the decay to the stretches that have one.
@@ -184,7 +186,7 @@ class Sweeps:
         source_of = place_of(
             only(of_group(group, PerturbationFactors, instruction.reads), f"read of factors of {group}")
         )
-        weight_decay = self._context.hyperparameters.weight_decay if op.query == 0 else 0.0
+        weight_decay = self._context.hyperparameters.weight_decay if op.perturbation == 0 else 0.0
         product_divisor, matrix_divisor = self._product_divisors[group], self._matrix_divisors[group]
 
         def update(frame: StepFrame) -> None:
@@ -192,8 +194,8 @@ class Sweeps:
             if source is None:
                 return
             theta, factors = store.placed(weights), store.values[source_of]
-            # A step moves along the mean over its queries.
-            gradient = source.gradients[op.query] / self.num_queries / matrix_divisor
+            # A step moves along the mean over its perturbations.
+            gradient = source.gradients[op.perturbation] / self.num_perturbations / matrix_divisor
             matrices = zip(theta.section.tensors, theta.views, factors.lefts, factors.rights, strict=True)
             for tensor, matrix, left, right in matrices:
                 decay = weight_decay if weight_decay and tensor.decays else None
@@ -213,27 +215,29 @@ class Sweeps:
     ) -> Action:
         """Return what updates a group along a rounded perturbation, each parameter as it is stored.
 
-        `sums` are the places of what quantized values change by over the queries before, and over these and this one, which are rounded later.
+        `sums` are the places of what quantized values change by over the perturbations before, and over these and this one, which are rounded later.
         """
         values, (before, after) = self._context.store.values, sums
         # Several perturbations are one step, which decays once: with the first, or where all are rounded together.
         weight_decay = self._context.hyperparameters.weight_decay
-        numbers_decay = weight_decay if op.query == 0 else 0.0
-        quantized_decay = weight_decay if (before is not None or op.query == 0) and after is None else 0.0
+        numbers_decay = weight_decay if op.perturbation == 0 else 0.0
+        quantized_decay = (
+            weight_decay if (before is not None or op.perturbation == 0) and after is None else 0.0
+        )
 
         def update(frame: StepFrame) -> None:
             source = frame.at(op.step)
             if source is None:
                 return
             theta, z = self._context.store.placed(weights), self._context.store.placed(perturbation)
-            key = rounding_key(source.seeds[op.query], source.step, op.query, "update")
+            key = rounding_key(source.seeds[op.perturbation], source.step, op.perturbation, "update")
             step = UpdateStep(
-                gradient=source.gradients[op.query] / self.num_queries / op.divisor,
+                gradient=source.gradients[op.perturbation] / self.num_perturbations / op.divisor,
                 rate=source.learning_rate,
                 decay=numbers_decay,
                 rounded_decay=quantized_decay,
                 rounding=self._roundings[op.group],
-                rows=self._context.nonzero_rows(op.group, source, op.query),
+                rows=self._context.nonzero_rows(op.group, source, op.perturbation),
                 uniforms=partial(self._uniforms.between, key=key),
                 counted=self.counts,
                 add=self.sweeper.update_several,

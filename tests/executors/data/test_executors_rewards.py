@@ -88,7 +88,7 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
 
 
 @pytest.mark.crossed(quick=3)
-@pytest.mark.parametrize("estimate", [{}, {"difference": "forward"}, {"num_queries": 2}])
+@pytest.mark.parametrize("estimate", [{}, {"difference": "forward"}, {"num_perturbations": 2}])
 def test_text_beside_qvalues_is_of_the_whole_model_at_its_point(estimate):
     """At the head every layer adds its perturbation: the loss of the whole model, called once more, is that of the blocks in turn."""
     losses, low_bits = [], {"low_bits": {"weights": "int8"}}

@@ -316,7 +316,7 @@ def test_qvalues_that_share_bytes_are_those_of_a_byte_each(bits, name, sparsity)
 @pytest.mark.parametrize(("bits", "rng"), [(2, "counter"), (3, "mezo")])
 def test_a_step_along_qvalues_that_share_bytes_leaves_the_same_bits(low_bits, bits, rng, monkeypatch):
     declared = {"low_bits": low_bits | {"perturbation_bits": bits}, "rng": rng, "decay": 0.0}
-    declared |= {"num_steps": 2, "estimator": {"num_queries": 2}}
+    declared |= {"num_steps": 2, "estimator": {"num_perturbations": 2}}
     kept = tuned(**declared)
     monkeypatch.setattr(RoundedPerturbation, "kept_format", "int8")
     assert tuned(**declared) == kept
@@ -657,8 +657,8 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     if "adapters" in low_bits:
         adapters = LoRA(rank=8, target_modules=("q_proj", "fc2"))
         attach_lora(model, adapters, quant_config=LowBits(**low_bits).quant_config("float32"))
-    queries = {"num_queries": 2 if "update_rounding" in low_bits else 1}
-    plan = plan_of(model, low_bits=low_bits, size=2, seq=64, estimator=queries)
+    perturbations = {"num_perturbations": 2 if "update_rounding" in low_bits else 1}
+    plan = plan_of(model, low_bits=low_bits, size=2, seq=64, estimator=perturbations)
     program = lower(plan)
     blocks = [group for group in plan.model.param_groups if group.linears or group.frozen_linears]
     (qvalues,) = {plan.storage.nbytes(group) for group in blocks}
@@ -694,8 +694,10 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
 @pytest.mark.parametrize("rng", ["counter", "mezo"])
 def test_steps_of_small_models_take_no_more_memory_than_is_predicted(shape, low_bits, decay, rng):
     model = model_of(shape)
-    queries = {"num_queries": 2 if "update_rounding" in low_bits else 1}
-    plan = plan_of(model, low_bits=low_bits, size=4, seq=30, estimator=queries, perturbations={"rng": rng})
+    perturbations = {"num_perturbations": 2 if "update_rounding" in low_bits else 1}
+    plan = plan_of(
+        model, low_bits=low_bits, size=4, seq=30, estimator=perturbations, perturbations={"rng": rng}
+    )
     program = lower(plan)
     predicted = sum(b.size_bytes for b in program.buffers if b.space is Space.DEVICE)
     predicted += max(instruction.work.workspace_bytes for instruction in program.step)
@@ -741,10 +743,10 @@ NUM_SUMMED = 4
 
 
 def updated(rounding, rate, *, num_steps=2):
-    """Train quantized values along several queries a step; return levels, and what was updated."""
+    """Train quantized values along several perturbations a step; return levels, and what was updated."""
     model = model_of("opt", num_hidden_layers=2)
     low_bits = {"weights": "int8", "update_rounding": rounding}
-    plan = plan_of(model, low_bits=low_bits, estimator={"num_queries": NUM_SUMMED})
+    plan = plan_of(model, low_bits=low_bits, estimator={"num_perturbations": NUM_SUMMED})
     with Session(plan, model, learning_rate=rate, seed=SEED) as session:
         for batch in batches(num_steps):
             session.step(batch)
@@ -754,14 +756,14 @@ def updated(rounding, rate, *, num_steps=2):
 
 
 @pytest.mark.slow
-def test_updates_of_a_steps_queries_are_rounded_once_where_that_is_asked():
-    each, once = (updated(rounding, 1e-3)[1] for rounding in ("query", "step"))
+def test_updates_of_a_steps_perturbations_are_rounded_once_where_that_is_asked():
+    each, once = (updated(rounding, 1e-3)[1] for rounding in ("perturbation", "step"))
     assert each.num == pytest.approx(NUM_SUMMED * once.num, rel=0.05)
-    # E|sum| is a root of the number of queries below the sum of E|.|, of projected gradients about as large.
+    # E|sum| is a root of the number of perturbations below the sum of E|.|, of projected gradients about as large.
     assert 0 < once.num - once.unchanged < 0.8 * (each.num - each.unchanged)
     # What is many steps long, roundings do not matter to: but to what meets an end of the grid on the way.
     base, ones, sums = (
-        updated(*case, num_steps=1)[0] for case in (("step", 0.0), ("query", 5e-3), ("step", 5e-3))
+        updated(*case, num_steps=1)[0] for case in (("step", 0.0), ("perturbation", 5e-3), ("step", 5e-3))
     )
     inside = {name: levels.abs() < 64 for name, levels in base.items()}
     assert max(int(((sums[name] - base[name]) * inside[name]).max()) for name in base) > 2 * NUM_SUMMED

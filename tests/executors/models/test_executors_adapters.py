@@ -124,10 +124,10 @@ def test_blocks_whose_mlp_reads_what_attention_read_are_run_whole():
     [
         {},
         OFFLOADED,
-        {"estimator": {"num_queries": 2}, "perturbations": {"distribution": "factorised", "rank": 3}},
+        {"estimator": {"num_perturbations": 2}, "perturbations": {"distribution": "factorised", "rank": 3}},
         {"estimator": {"difference": "forward"}, "perturbations": LOZO | {"rng": "counter"}},
     ],
-    ids=["lozo", "offloaded", "queries", "forward-counter"],
+    ids=["lozo", "offloaded", "perturbations", "forward-counter"],
 )
 def test_steps_are_those_of_copies_but_for_the_rounding_of_losses(axes):
     base, outcomes = linears_of("opt", num_hidden_layers=2), []

@@ -124,7 +124,7 @@ def test_unknown_perturbation_is_refused():
 def test_counter_slices_equal_the_whole(dtype, sampler):
     block = BLOCK * sampler.distribution.block_factor
     numels = [5, 3 * block + 7, 100]
-    counter, key = CounterSampler(numels, CPU), CounterKey.of(seed=9, step=4, query=1)
+    counter, key = CounterSampler(numels, CPU), CounterKey.of(seed=9, step=4, perturbation=1)
     whole = torch.empty(numels[1], dtype=dtype)
     counter.fill(whole, 1, 0, key, sampler)
     ends = [(0, 3), (block - 1, block + 1), (17, 2 * block + 5), (3 * block + 2, 3 * block + 7)]

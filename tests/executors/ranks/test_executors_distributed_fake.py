@@ -60,7 +60,7 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
         "mesh": size["mesh"],
         "batch": max(2, size["mesh"].get("data", 1)),
         "hosts": [f"host{rank // per_host}" for rank in range(fake)],
-        "estimator": {"num_queries": 2},
+        "estimator": {"num_perturbations": 2},
         "perturbations": {"rng": "counter"},
         **axes,
     }

@@ -24,7 +24,7 @@ from topology.errors import RunError
 from zosim.config import merge
 
 COPIES = {"weights": {"perturbation": "copies"}, "schedule": {"traversal": "sweep"}}
-QUERIES = {"estimator": {"num_queries": 2}}
+PERTURBATIONS = {"estimator": {"num_perturbations": 2}}
 QUANTIZED = {"low_bits": {"weights": "int8"}}
 
 ALONE = {
@@ -37,7 +37,7 @@ ALONE = {
     },
     "sweep": {"schedule": {"traversal": "sweep"}},
     "copies": COPIES,
-    "queries": QUERIES,
+    "perturbations": PERTURBATIONS,
     "quantized weights": QUANTIZED,
 }
 SEVERAL = {
@@ -47,7 +47,7 @@ SEVERAL = {
     "data, shared": {"mesh": {"data": 2}, **SHARED},
     "perturb, sliced": {"mesh": {"perturb": 2}, **SLICED},
     "data, copies": {"mesh": {"data": 2}, **COPIES},
-    "perturb, queries": {"mesh": {"perturb": 2}, **QUERIES},
+    "perturb, perturbations": {"mesh": {"perturb": 2}, **PERTURBATIONS},
     "perturb, quantized weights": {"mesh": {"perturb": 2}, **QUANTIZED},
     "2d": {"mesh": {"data": 2, "perturb": 2}},
     "2d, sliced": {"mesh": {"data": 2, "perturb": 2}, **SLICED},

@@ -19,7 +19,7 @@ CASES = {
     "four": Case(FOUR, "opt-projected", axes=axes(perturbations={"rng": "counter"})),
     "block-between-its-halves": Case(("block.1.mlp", "block.1")),
     "four-llama-tied-forward": Case(
-        FOUR, "llama-tied", axes=axes(estimator={"difference": "forward", "num_queries": 2})
+        FOUR, "llama-tied", axes=axes(estimator={"difference": "forward", "num_perturbations": 2})
     ),
     "three-int4": Case(THREE, axes=axes(low_bits={"weights": "int4", "sparsity": 0.5})),
     "int8": Case(INSIDE, axes=axes(low_bits={"weights": "int8", "estimator": "q-rge2"})),
@@ -30,21 +30,21 @@ CASES = {
             perturbations={"sampled_ahead": True},
             weights={"perturbation": "copies"},
             schedule={"update": "delayed"},
-            estimator={"num_queries": 2},
+            estimator={"num_perturbations": 2},
         ),
     ),
     "copies-perturb-delayed-uneven": Case(
         INSIDE,
         mesh=(("perturb", 3),),
         axes=axes(
-            estimator={"num_queries": 4, "difference": "forward"},
+            estimator={"num_perturbations": 4, "difference": "forward"},
             perturbations={"sampled_ahead": True},
             weights={"perturbation": "copies"},
             schedule={"update": "delayed"},
         ),
     ),
-    # What each query's rounding leaves of a table is seen here; float32 hides it, but for a codec behind.
-    "queries-tied-bfloat16": Case(INSIDE, dtype="bfloat16", axes=axes(estimator={"num_queries": 3})),
+    # What each perturbation's rounding leaves of a table is seen here; float32 hides it, but for a codec behind.
+    "queries-tied-bfloat16": Case(INSIDE, dtype="bfloat16", axes=axes(estimator={"num_perturbations": 3})),
     "three-windows": Case(THREE, lazy=True),
     "data-and-perturb": Case(INSIDE, mesh=(("data", 2), ("perturb", 2))),
     "data-accumulated": Case(INSIDE, mesh=(("data", 2),), accumulate=2),
@@ -60,7 +60,7 @@ ENCODED = {
         "llama-tied",
         codec="q4",
         residual_codec="q8:affine:token",
-        axes=axes(estimator={"num_queries": 3}),
+        axes=axes(estimator={"num_perturbations": 3}),
     ),
 }
 

@@ -102,7 +102,7 @@ def plant_digest(run):
         (plant_no_time, "line 5 is damaged: a step has seconds=0.0"),
         (plant_nan, "line 5 is damaged: it holds NaN"),
         (plant_garbage, "line 5 is damaged"),
-        (plant_gap, "line 5 is of step 5, query 0, where step 4"),
+        (plant_gap, "line 5 is of step 5, perturbation 0, where step 4"),
         (plant_truncation, "steps.jsonl is truncated"),
         (plant_header, "run.json is damaged"),
         (plant_foreign_header, "run.json is damaged: it lacks"),

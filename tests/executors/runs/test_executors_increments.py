@@ -96,7 +96,7 @@ def applied(model, folder):
     "more",
     [
         ("--distribution", "lozo", "--weights", "adapters", "--residency", "offloaded"),
-        ("--distribution", "factorised", "--rng", "counter", "--queries", 2),
+        ("--distribution", "factorised", "--rng", "counter", "--num-perturbations", 2),
         ("--distribution", "lozo-released", "--perturbation-rank", 3),
     ],
     ids=["adapters", "counter", "released"],

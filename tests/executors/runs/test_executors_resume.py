@@ -28,7 +28,7 @@ from topology.errors import RunError
         (0, b"", OFFLOADED),
         (0, b'{"step": 0, "que', RESIDENT),
         (1, b"", RESIDENT),
-        (5, b'{"step": 5, "query": 0, "seed": 7', OFFLOADED),
+        (5, b'{"step": 5, "perturbation": 0, "seed": 7', OFFLOADED),
         (7, b"", ()),
         (11, b"{", RESIDENT),
         (12, b"", ()),

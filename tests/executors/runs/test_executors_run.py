@@ -57,7 +57,7 @@ def literal(model, lines, rows, rate_at, *, decay, steps=STEPS, fp64=False):
         row = rows[step]
         assert row["learning_rate"] == rate_at(step)
         ((plus, minus, g),) = loop.step(batch_of(lines, step, BATCH), [row["seed"]], row["learning_rate"])
-        assert (row["step"], row["query"]) == (step, 0)
+        assert (row["step"], row["perturbation"]) == (step, 0)
         assert (row["loss_plus"], row["loss_minus"], row["projected_grad"]) == (plus, minus, g)
 
 

@@ -161,12 +161,12 @@ def test_tracker_counts_known_allocations():
 
 def test_log_and_header(tmp_path):
     model = model_of("opt")
-    plan = plan_of(model, estimator={"num_queries": 2, "difference": "forward"})
+    plan = plan_of(model, estimator={"num_perturbations": 2, "difference": "forward"})
     with Session(plan, model, seed=3) as session, RunLog(tmp_path, session.header) as log:
         for batch in batches(2):
             log.append(session.step(batch).rows())
     rows = [json.loads(line) for line in (tmp_path / STEPS_NAME).read_text().splitlines()]
-    assert [(row["step"], row["query"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(row["step"], row["perturbation"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert rows[0]["loss_minus"] is None
     assert rows[0]["projected_grad"] == pytest.approx(
         (rows[0]["loss_plus"] - rows[0]["loss_base"]) / 1e-3, rel=1e-3

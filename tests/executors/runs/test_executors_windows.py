@@ -90,7 +90,7 @@ def test_a_window_adds_up_along_its_own_factor_and_all_windows_stay():
     ("name", "axes", "low_bits"),
     [
         ("opt", {}, None),
-        ("opt", {"estimator": {"num_queries": 2}, **OFFLOADED}, None),
+        ("opt", {"estimator": {"num_perturbations": 2}, **OFFLOADED}, None),
         ("llama", {"perturbations": {"rng": "counter"}}, {"weights": "int8"}),
         ("opt", {"perturbations": {"distribution": "rademacher"}}, {"weights": "int4"}),
     ],
@@ -148,7 +148,7 @@ def test_left_factors_alone_are_tuned():
     assert plan_of(carrying(dtype=torch.float32)).model.tunes_left_factors
 
 
-@pytest.mark.parametrize("axes", [{}, TOGETHER, {"estimator": {"num_queries": 2}}])
+@pytest.mark.parametrize("axes", [{}, TOGETHER, {"estimator": {"num_perturbations": 2}}])
 def test_plans_know_the_share_of_a_step_in_closing_windows(axes):
     """Once in a window, for each linear, from what all increments have room for to what the closed ones have."""
     widths = {"q_proj": (32, 32), "fc2": (32, 52)}  # outputs, inputs

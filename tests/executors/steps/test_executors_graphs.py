@@ -32,7 +32,7 @@ PLACEMENTS = {
     "resident": ("opt", {}),
     "offloaded": ("opt", OFFLOADED),
     "offloaded, ahead": ("opt", OFFLOADED | AHEAD),
-    "two queries, offloaded": ("opt", OFFLOADED | {"estimator": {"num_queries": 2}}),
+    "two perturbations, offloaded": ("opt", OFFLOADED | {"estimator": {"num_perturbations": 2}}),
     "signs": ("opt", {"perturbations": {"distribution": "rademacher"}}),
     "llama, offloaded": ("llama", OFFLOADED),
     "factors, ahead": (

@@ -24,7 +24,7 @@ from topology.errors import RunError
 
 RATE, DECAY = 1e-2, 0.1
 SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
-TWO = {"estimator": {"num_queries": 2}}
+TWO = {"estimator": {"num_perturbations": 2}}
 OTHERS = {
     "sparse int8, ahead": AHEAD | SPARSE | TWO,
     "sparse int8, offloaded ahead": OFFLOADED | AHEAD | SPARSE | TWO,
@@ -32,7 +32,9 @@ OTHERS = {
     "sparse W8A8, offloaded ahead": OFFLOADED
     | AHEAD
     | {"low_bits": {"weights": "int8", "activations": "int8-token", "sparsity": 0.5}},
-    "int4, a sum of queries": FRESH | TWO | {"low_bits": {"weights": "int4", "update_rounding": "step"}},
+    "int4, a sum of perturbations": FRESH
+    | TWO
+    | {"low_bits": {"weights": "int4", "update_rounding": "step"}},
     "LoZO, ahead": OFFLOADED
     | {"perturbations": {"distribution": "lozo", "lazy_steps": 2, "sampled_ahead": True}},
     "LoZO, fresh, ahead": FRESH | TWO | {"perturbations": {"distribution": "lozo", "sampled_ahead": True}},

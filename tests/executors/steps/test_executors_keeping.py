@@ -41,35 +41,39 @@ def plan_for(placement, model, *, estimator=None, perturbations=None):
 
 def samples(program: Program) -> Counter[tuple[str, int]]:
     sampled = [i.op for _, i in program.instructions() if isinstance(i.op, Sample)]
-    return Counter((op.group, op.query) for op in sampled if op.keep != "none")
+    return Counter((op.group, op.perturbation) for op in sampled if op.keep != "none")
 
 
 @pytest.mark.crossed(quick=2)
-@pytest.mark.parametrize(("queries", "rng"), [(1, "mezo"), (3, "mezo"), (1, "counter")])
+@pytest.mark.parametrize(("perturbations", "rng"), [(1, "mezo"), (3, "mezo"), (1, "counter")])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_perturbation_is_drawn_once(model, placement, queries, rng):
+def test_every_perturbation_is_drawn_once(model, placement, perturbations, rng):
     program = lower(
-        plan_for(placement, model, estimator={"num_queries": queries}, perturbations={"rng": rng})
+        plan_for(placement, model, estimator={"num_perturbations": perturbations}, perturbations={"rng": rng})
     )
     validate(program)
     groups = [group for group in plan_of(model).model.param_groups if group.num_trainable]
-    assert samples(program) == {(group.name, query): 1 for group in groups for query in range(queries)}
+    assert samples(program) == {
+        (group.name, perturbation): 1 for group in groups for perturbation in range(perturbations)
+    }
     assert not [i for i in program.flush if isinstance(i.op, Sample)]
     kept = [buffer for buffer in program.buffers if buffer.role == "perturbations"]
     assert {buffer.name for buffer in kept} == {
-        f"perturbations.{group.name}.q{query}" for group in groups for query in range(queries)
+        f"perturbations.{group.name}.q{perturbation}"
+        for group in groups
+        for perturbation in range(perturbations)
     }
     # The generator's state is kept where the generator has passed a group that is drawn later: OPT's final norm.
     states = [
         buffer for buffer in program.buffers if buffer.name.startswith("rng.") and "head" not in buffer.name
     ]
-    assert len(states) == (queries if rng == "mezo" else 0)
+    assert len(states) == (perturbations if rng == "mezo" else 0)
 
 
 @pytest.mark.parametrize("placement", ["resident", "delayed", "offloaded"])
 def test_the_memory_that_is_planned_is_what_is_taken(placement):
     model = model_of("opt")
-    plan = plan_for(placement, model, estimator={"num_queries": 2})
+    plan = plan_for(placement, model, estimator={"num_perturbations": 2})
     planned = sum(buffer.size_bytes for buffer in lower(plan).buffers if buffer.role == "perturbations")
     weights = sum(4 * group.num_trainable for group in plan.model.param_groups)
     with Session(plan, model) as session:

@@ -16,7 +16,7 @@ ESTIMATORS = (
     {},
     {"perturbations": {"rng": "counter"}},
     {"perturbations": {"rng": "counter", "distribution": "rademacher"}},
-    {"estimator": {"num_queries": 2}},
+    {"estimator": {"num_perturbations": 2}},
 )
 
 

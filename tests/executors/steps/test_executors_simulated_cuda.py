@@ -44,7 +44,7 @@ PLACEMENTS = {
     "resident": {},
     "sweep": {"schedule": {"traversal": "sweep"}},
     "kept": {"perturbations": {"kept": True}},
-    "queries": {"estimator": {"num_queries": 2}},
+    "perturbations": {"estimator": {"num_perturbations": 2}},
     "copies": {"weights": {"perturbation": "copies"}},
     "copies, ahead": {"weights": {"perturbation": "copies"}, **AHEAD},
     "copies, ahead, forward": {
@@ -61,12 +61,12 @@ PLACEMENTS = {
         "schedule": {"update": "delayed"},
     },
     "offloaded, counter": OFFLOADED | {"perturbations": {"rng": "counter"}},
-    "offloaded, two queries": OFFLOADED | {"estimator": {"num_queries": 2}},
+    "offloaded, two perturbations": OFFLOADED | {"estimator": {"num_perturbations": 2}},
     "offloaded, int8": OFFLOADED | {"low_bits": {"weights": "int8"}},
-    "offloaded, sparse int8, ahead, two queries": OFFLOADED
+    "offloaded, sparse int8, ahead, two perturbations": OFFLOADED
     | AHEAD
     | SPARSE
-    | {"estimator": {"num_queries": 2}},
+    | {"estimator": {"num_perturbations": 2}},
     "int4 along 4 bits": {"low_bits": {"weights": "int4", "perturbation_bits": 4}},
     "offloaded, sparse W8A8": OFFLOADED
     | {"low_bits": {"weights": "int8", "activations": "int8-token", "sparsity": 0.5}},
@@ -263,10 +263,10 @@ def test_stages_on_one_device_leave_nothing_to_chance(case):
 
 SHARED_PASSES = {
     "int8": {"low_bits": {"weights": "int8"}, "perturbations": {"rng": "counter"}},
-    "int4 in groups, two queries": {
+    "int4 in groups, two perturbations": {
         "low_bits": {"weights": "int4", "scales": "group", "group_elements": 16},
         "perturbations": {"rng": "counter"},
-        "estimator": {"num_queries": 2},
+        "estimator": {"num_perturbations": 2},
     },
     "factors": {"perturbations": {"distribution": "lozo", "rank": 3}},
 }
@@ -656,7 +656,7 @@ WRONG_NUMBERS = {
 @pytest.mark.parametrize("fault", WRONG_NUMBERS)
 def test_a_fault_in_what_stays_on_the_device_changes_numbers(fault):
     dtype, *where = WRONG_NUMBERS[fault]
-    axes = {"estimator": {"num_queries": 2}}
+    axes = {"estimator": {"num_perturbations": 2}}
     _, right = trained(axes, dtype=dtype, steps=2)
     with Fault(fault, *where).apply():
         _, wrong = trained(axes, dtype=dtype, steps=2)
@@ -764,7 +764,7 @@ def test_records_that_are_read_late_are_those_that_are_read_at_once():
         late, at_once = ([], [])
         for numbers, is_late in ((late, True), (at_once, False)):
             model = model_of("opt", num_hidden_layers=1)
-            plan = plan_of(model, **OFFLOADED, estimator={"num_queries": 2})
+            plan = plan_of(model, **OFFLOADED, estimator={"num_perturbations": 2})
             with Session(plan, model, learning_rate=1e-2, weight_decay=0.1, device="cuda:0") as session:
                 begun = []
                 for batch in batches(3):

@@ -92,11 +92,11 @@ def test_points_are_theta_plus_and_minus_one_product_rounded_once():
 
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), EDGES], ids=[*PLACEMENTS, "offloaded-edges"])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, queries):
+@pytest.mark.parametrize("perturbations", [1, 3])
+def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, perturbations):
     model = model_of("opt-untied")
     plans = [
-        plan_of(model, estimator={"num_queries": queries}, **weighing(placement, how))
+        plan_of(model, estimator={"num_perturbations": perturbations}, **weighing(placement, how))
         for how in ("serial", "copies")
     ]
     serial, copied = map(lower, plans)

@@ -21,7 +21,7 @@ from zosim.plans import Plan
 NUM_BLOCKS = 3
 _LORA = {"lora": LoRA(rank=2, target_modules=("q_proj", "fc2"))}
 _INT8 = {"low_bits": {"weights": "int8"}, "perturbations": {"rng": "counter"}}
-_QUERIES = {"estimator": {"num_queries": 2}}
+_PERTURBATIONS = {"estimator": {"num_perturbations": 2}}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "OPT, resident": ("opt", {}),
     "OPT, offloaded": ("opt", OFFLOADED),
@@ -32,8 +32,8 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "OPT, resident, graphs": ("opt", {"graphs": True}),
     "OPT, offloaded, graphs": ("opt", {"graphs": True, **OFFLOADED}),
     "Llama, offloaded, graphs": ("llama", {"graphs": True, **OFFLOADED}),
-    "two queries": ("opt", _QUERIES),
-    "two queries, offloaded": ("opt", _QUERIES | OFFLOADED),
+    "two perturbations": ("opt", _PERTURBATIONS),
+    "two perturbations, offloaded": ("opt", _PERTURBATIONS | OFFLOADED),
     "counter draws": ("opt", {"perturbations": {"rng": "counter"}}),
     "perturbations kept": ("opt", {"perturbations": {"kept": True}}),
     "weight decay": ("opt", {"weight_decay": 0.1}),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 
 def points(case):
-    return 2 * case.num_queries if case.difference == "central" else case.num_queries + 1
+    return 2 * case.num_perturbations if case.difference == "central" else case.num_perturbations + 1
 
 
 def right(case):
@@ -23,7 +23,7 @@ def without_residual(case):
 WRONG = [
     (without_residual, "add its product to"),
     (lambda c: right(c) / points(c), "how many does a step take"),
-    (lambda c: right(replace(c, difference="central")), "all queries share"),
+    (lambda c: right(replace(c, difference="central")), "all perturbations share"),
     (lambda c: 8 * right(c), "bits, or bytes"),
     (lambda c: 1.1 * right(c), "tokens times"),
     (lambda c: "3 MB", "a number"),
