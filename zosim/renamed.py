@@ -23,6 +23,7 @@ OPTIONS: tuple[tuple[str, str], ...] = (
     ("--keep-directions", "--keep-perturbations"),
     ("--engine", "--simulator"),
     ("--engine", "--server"),
+    ("--queries", "--num-perturbations"),
 )
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 
@@ -32,6 +33,7 @@ Of several rows with one earlier spelling, that one holds whose present spelling
 VALUES: tuple[tuple[str, str, str], ...] = (
     ("--save-as", "codes", "compressed-tensors"),
     ("--save-as", "zosim-codes", "zosim"),
+    ("--update-rounding", "query", "perturbation"),
 )
 """Option by its present spelling, and earlier and present spelling of a value, as ``("--traversal", "sweep", "full")``."""
 

@@ -18,7 +18,7 @@ from topology.errors import RunError
 from topology.reading import parse_json, read_bytes
 from topology.renamed import with_present_names
 
-RENAMED: Mapping[str, str] = {}
+RENAMED: Mapping[str, str] = {"query": "perturbation"}
 """Keys that were renamed of the rows of a run's logs (:mod:`topology.renamed`)."""
 
 MAX_LOG_BYTES = 4 * 2**30

@@ -221,6 +221,8 @@ RENAMED: Mapping[str, str] = {
     "finished.moved_codes": "quantized_updates",
     "finished.quantized_updates.unmoved": "unchanged",
     "run.identity.direction": "distribution",
+    "run.identity.num_queries": "num_perturbations",
+    "run.identity.update_rounding=query": "perturbation",
     "run.identity.direction_rank": "perturbation_rank",
     "run.identity.direction_bits": "perturbation_bits",
     "run.identity.num_slots": "num_staging_buffers",

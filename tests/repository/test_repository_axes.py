@@ -144,6 +144,30 @@ def test_plans_of_version_1_are_read(tmp_path: typing.Any) -> None:
     assert Plan.load(path) == plan
 
 
+def test_plans_are_read_in_the_words_of_version_2() -> None:
+    from costmodel import read_model_spec
+    from zosim.plans import Placement
+
+    model, placement = read_model_spec("opt-125m"), Placement(topology="cpu-laptop", devices=("cpu0",))
+    fields = {"model": model, "placement": placement, "batch": 2, "seq": 16}
+    old = Plan.model_validate(
+        fields
+        | {
+            "directions": {"distribution": "rademacher", "drawn_ahead": True},
+            "estimator": {"num_queries": 3},
+            "low_bits": {"weights": "int8", "direction_bits": 4, "update_rounding": "query"},
+        }
+    )
+    assert old == Plan.model_validate(
+        fields
+        | {
+            "perturbations": {"distribution": "rademacher", "sampled_ahead": True},
+            "estimator": {"num_perturbations": 3},
+            "low_bits": {"weights": "int8", "perturbation_bits": 4, "update_rounding": "perturbation"},
+        }
+    )
+
+
 def test_what_a_field_means_is_known_in_its_homes_alone() -> None:
     fields = {(axis, name) for axis, kind in AXES.items() for name in fields_of(kind)}
     assert fields > PASSED_ON

@@ -120,15 +120,18 @@ def test_a_program_is_read_in_earlier_names(program: Program) -> None:
         "num_split_sequences": "num_split_walks",
         "sampling_dtype": "draw_dtype",
         "num_shared_samplings": "num_shared_draws",
+        "perturbation": "query",
     }
-    values = {"sample": "draw"}
+    values = {"sample": "draw", "perturbations": "directions"}
 
     def earlier(data: Any) -> Any:
         if isinstance(data, list):
             return [earlier(item) for item in data]
         if not isinstance(data, dict):
-            return values.get(data, data) if isinstance(data, str) else data
-        return {names.get(name, name): earlier(value) for name, value in data.items()}
+            return data
+        fields = ("kind", "label", "stream", "role")
+        present = {name: values.get(data[name], data[name]) for name in fields if name in data}
+        return {names.get(name, name): earlier(value) for name, value in (data | present).items()}
 
     old = earlier(json.loads(program.to_json()))
     assert all(f'"{name}"' in json.dumps(old) for name in (names | values).values())

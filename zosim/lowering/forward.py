@@ -33,7 +33,7 @@ from zosim.points import BASE, Point
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Forward, Load
 
-# Passes around the attention of packed rows: perturbations, keys and values are picked, what comes out is laid side by side and put back.
+# Passes around the attention of packed rows: queries, keys and values are picked, what comes out is laid side by side and put back.
 _NUM_GATHERED = 5
 
 

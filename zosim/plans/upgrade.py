@@ -18,6 +18,8 @@ RENAMED: Mapping[str, str] = {
     "split.cuts": "split_points",
     "directions": "perturbations",
     "low_bits.direction_bits": "perturbation_bits",
+    "low_bits.update_rounding=query": "perturbation",
+    "estimator.num_queries": "num_perturbations",
 }
 """Axes, fields and values that were renamed (:mod:`topology.renamed`); a plan of version 1 is read as one of version 2 before."""
 

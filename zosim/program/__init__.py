@@ -36,6 +36,7 @@ RENAMED: Mapping[str, str] = {
     "buffers.role=staging": "transfer buffers",
     "buffers.role=slots": "staging buffers",
     "**.kind=draw": "sample",
+    "*.op.query": "perturbation",
     "**.label=draw": "sample",
     "**.stream=draw": "sample",
     "**.draw_dtype": "sampling_dtype",

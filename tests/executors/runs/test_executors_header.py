@@ -22,6 +22,16 @@ def test_version_2_called_the_learning_rate_a_schedule() -> None:
     assert "schedule" in run
 
 
+def test_an_identity_is_read_in_the_words_of_before() -> None:
+    identity = {"direction": "lozo", "direction_rank": 2, "num_queries": 3, "update_rounding": "query"}
+    assert upgrade({"run": {"identity": identity}})["run"]["identity"] == {
+        "distribution": "lozo",
+        "perturbation_rank": 2,
+        "num_perturbations": 3,
+        "update_rounding": "perturbation",
+    }
+
+
 def test_a_recorded_identity_may_name_settings_that_were_removed() -> None:
     refuse_other_identity(
         {"batch": 2, "coded_parts": "blocks", "full_range": False, "outliers": 0.0, "adapter_span": 2.0},
