@@ -128,8 +128,7 @@ class QuantizedLinear(nn.Linear):
     def _inputs_of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return quantized inputs and their scales.
 
-        They are cached on the tensor, since the perturbation, key and value projections read the same one.
-        They live as long as the tensor: queries, keys and values are made of one.
+        They are cached on the tensor, since the query, key and value projections read the same one.
         """
         kept: _QuantizedInputs | None = getattr(inputs, _QUANTIZED_INPUTS, None)
         if (

@@ -96,7 +96,7 @@ def test_a_sketch_bounds_the_closed_form_and_knows_the_memory(
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("difference", ["central", "forward"])
 def test_it_holds_for_other_estimators(machine: Machine, queries: int, difference: str) -> None:
-    estimator = Estimator(num_queries=queries, difference=difference)
+    estimator = Estimator(num_perturbations=queries, difference=difference)
     whole = plan(
         read_model_spec("opt-125m"),
         Residency(blocks="offloaded"),
