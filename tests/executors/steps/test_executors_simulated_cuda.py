@@ -17,7 +17,7 @@ from costmodel.formats.codecs import codec_spec
 from costmodel.models.configs import LoRA
 from executors.codecs import codec_of, decode, messages_of
 from executors.devices import on_stream
-from executors.low_bits import linear, moving
+from executors.low_bits import joint_updates, linear
 from executors.models.packing import pack, packed_attention
 from executors.randomness.rng import generator_on
 from executors.randomness.rounded import RoundedSampler
@@ -285,7 +285,7 @@ def test_tensors_that_share_passes_have_the_bits_of_those_that_do_not(placement,
 
     *together, launches, findings = bits()
     monkeypatch.setattr(arithmetic, "_LAUNCHED_ALONE_ELEMENTS", -1)
-    monkeypatch.setattr(moving, "_SHARED_ELEMENTS", -1)
+    monkeypatch.setattr(joint_updates, "_SHARED_ELEMENTS", -1)
     monkeypatch.setattr(RoundedSampler, "_batches", lambda _, blocks: ([block] for block in blocks))
     *alone, more, _ = bits()
     assert together == alone
