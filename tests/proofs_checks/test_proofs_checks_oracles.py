@@ -555,7 +555,7 @@ OTHER_WITNESSES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "said"),
+    ("name", "parameters", "output"),
     [
         ("enrgy", {}, "there is no oracle 'enrgy'"),
         ("energy", {"distribution": "uniform"}, "energy: distribution:"),

@@ -62,7 +62,7 @@ def plan(epsilon, split_point="block.5", **split):
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "reported"),
     [
         (plan(1e-3, residual_codec="q2"), 1),
         (plan(1e-3, residual_codec="q8"), 0),

@@ -770,7 +770,7 @@ def test_a_tuning_of_a_base_with_another_activation_is_not_gone_on_with(folder, 
         Tuning(Runtime(base()), str(copied), tmp_path / "out", SETTINGS)
 
 
-@pytest.mark.parametrize("told", ["digest", "root"])
+@pytest.mark.parametrize("reported", ["digest", "root"])
 def test_a_base_that_is_exchanged_behind_a_tuning_is_noticed(folder, tmp_path, reported):
     """By its digest where zosim serves it, and where vLLM does by the directory that it names."""
     model_of("opt", seed=1, num_hidden_layers=2).save_pretrained(tmp_path / "other")
