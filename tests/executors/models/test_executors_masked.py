@@ -176,7 +176,7 @@ def test_what_a_masked_model_cannot_be_asked_is_refused(lines, tmp_path):
     model = model_of("roberta")
     with pytest.raises(ModelError, match="is a masked model"):
         attach_prefix(model, Prefix(num_tokens=2))
-    with pytest.raises(ModelError, match="a split inside a block"):
+    with pytest.raises(ModelError, match="cannot be split inside"):
         read_model_spec("roberta-base", split_blocks=(1,))
 
 
