@@ -51,5 +51,5 @@ def test_a_recorded_identity_is_read_in_the_present_names() -> None:
     for recorded in ({"num_slots": 2}, {"residency": {"num_slots": 2}}):
         identity = upgrade({"version": 3, "run": {"identity": recorded}})["run"]["identity"]
         refuse_other_identity(identity, {"num_staging_buffers": 2}, "runs/of-before")
-        with pytest.raises(RunError, match="num_staging_buffers=2, this command says 3"):
+        with pytest.raises(RunError, match="num_staging_buffers=2, but this command says 3"):
             refuse_other_identity(identity, {"num_staging_buffers": 3}, "runs/of-before")
