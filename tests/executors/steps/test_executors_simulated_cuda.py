@@ -545,7 +545,7 @@ FAULTS = {
     "pinned buffers overlap": ("offloaded", f"{BACKEND}.reserve", overlapping),
     "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", handed_out_twice),
     "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", lambda shipped, self, item, part, frame, _before, *rest: shipped(self, item, part, frame, {}, *rest)),
-    "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_tell", lambda _shipped, _event, done: done()),
+    "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_notify", lambda _shipped, _event, done: done()),
     "a number is read before it has come": ("resident", f"{READING}.numbers", read_at_once),
     "a number's event is recorded elsewhere": ("resident", f"{READING}.__init__", event_elsewhere),
     "others are not waited for": ("data, shared", "executors.steps.streams:PeersTicket.wait", lambda *_: None),
