@@ -47,6 +47,7 @@ from executors.models.halves import (
 from executors.models.host_twins import host_twins
 from executors.models.parameters import NamedTensor, absent, are_same, named_tensors
 from executors.models.recording_blocks import (
+    Call,
     Calls,
     Key,
     RecordedBlocks,
@@ -209,12 +210,16 @@ class SegmentedModel:
 
     def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
         """Return what block `index` hands on; further arguments reach the block."""
-        every, num_states = as_states(handed), len(self._stand_ins.keys)
-        own = [(key, every[num_states + number]) for key, number in self._side.get(index, ())]
-        call = with_arguments(cache.calls[index], own)
+        args, kwargs = self.call(index, handed, cache)
         with self.format():
-            states = self._stand_ins.run(index, every[:num_states], call, **more)
-        return as_handed((*states, *every[num_states:]))
+            states = self._stand_ins.returned(self.blocks[index](*args, **kwargs, **more))
+        return as_handed((*states, *as_states(handed)[len(states) :]))
+
+    def call(self, index: int, handed: Handed, cache: StepCache) -> Call:
+        """Return what block `index` is called with."""
+        keys, every = self._stand_ins.keys, as_states(handed)
+        side = ((key, every[len(keys) + number]) for key, number in self._side.get(index, ()))
+        return with_arguments(cache.calls[index], (*zip(keys, every, strict=False), *side))
 
     def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
         """Return the output of `segment`, a block or half of one, given the output of the segment before."""
@@ -225,13 +230,8 @@ class SegmentedModel:
                 return self._halves[index].back(handed)
         if not segment.endswith(FRONT):
             return self.block(index, handed, cache)
-        return self.front_half(self._halves[index], index, as_tensor(handed), cache)
-
-    def front_half(self, halves: HalvedBlock, index: int, hidden: Tensor, cache: StepCache) -> Halfway:
-        """Return what the front half of block `index` hands on."""
-        call = with_arguments(cache.calls[index], zip(self._stand_ins.keys, (hidden,), strict=True))
         with self.format():
-            return halves.front(hidden.shape[:-1], call)
+            return self._halves[index].front(as_tensor(handed).shape[:-1], self.call(index, handed, cache))
 
     def refuse_several(self, hint: str) -> None:
         """Raise ModelError if blocks hand on more than one hidden state."""
@@ -453,19 +453,15 @@ class SegmentedModel:
                 self._side = self._find_side(calls, batch, before)
                 self._find_head(as_handed(states), batch["labels"], whole)
                 self.hidden_size, self._num_dims = states[0].shape[-1], states[0].dim()
-                self.embed(batch, cache)
+                handed = self.embed(batch, cache)
                 for i, halves in self._halves.items():
-                    self.inner_size = self._check_halves(halves, i, states[0], cache)
+                    with self.format():
+                        halfway = halves.check(states[0].shape[:-1], self.call(i, handed, cache))
+                    self.inner_size = halfway.activation.shape[-1]
                 self._front = [tensor for tensor in self.tensors if segments[tensor.name] == (EMBED,)]
         except _FAILURES as error:
             raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
         return segments
-
-    def _check_halves(self, halves: HalvedBlock, index: int, hidden: Tensor, cache: StepCache) -> int:
-        """Return the width of what goes into the second linear; raise unless both halves are the block."""
-        with self.format():
-            call = with_arguments(cache.calls[index], zip(self._stand_ins.keys, (hidden,), strict=True))
-            return halves.check(hidden.shape[:-1], call).activation.shape[-1]
 
     def _read_segments(self, before: set[int], after: set[int]) -> dict[str, tuple[str, ...]]:
         """Return the segments that read each parameter: those of blocks by place, the others as was noted."""

@@ -164,10 +164,8 @@ class RecordedBlocks:
         """Return the states among a block's arguments."""
         return tuple(argument(call, key) for key in self.keys)
 
-    def run(self, index: int, states: States, call: Call, **more: Any) -> States:
-        """Return what a block makes of states."""
-        args, kwargs = with_arguments(call, zip(self.keys, states, strict=True))
-        output = self.blocks[index](*args, **kwargs, **more)
+    def returned(self, output: Any) -> States:
+        """Return the states in what a block returned."""
         leaves = _listed(output)
         return tuple(leaves[position] for position in self._positions)
 

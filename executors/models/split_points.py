@@ -88,7 +88,7 @@ def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoin
             hidden = as_tensor(model.block(i, hidden, cache))
         else:
             halves = HalvedBlock(block)
-            activation, residual = model.front_half(halves, i, hidden, cache)
+            activation, residual = halves.front(hidden.shape[:-1], model.call(i, hidden, cache))
             hidden = halves.back(Halfway(inner("activation", activation), inner("residual", residual)))
         if after is not None:
             hidden = after("hidden", hidden)

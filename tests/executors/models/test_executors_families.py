@@ -174,7 +174,7 @@ def test_a_toy_that_does_more_between_its_blocks_is_one_segment(does):
     with torch.no_grad():
         handed = whole.embed(batch, None)
         assert torch.equal(whole.head(whole.block(0, handed, None), batch), model(**batch).loss)
-    assert [group.segments for group in whole.process_groups] == [("head",)]
+    assert [group.segments for group in whole.param_groups] == [("head",)]
 
 
 def test_a_model_whose_own_forward_fails_is_refused_in_its_words():
