@@ -70,6 +70,9 @@ STUDIES = (
         "rounding without bias: gradients along rounded perturbations; QuZO's tables (a minute)",
         has_exercise=True,
     ),
+    Study(
+        "families", "every family of language models that transformers knows, tried on tiny models (minutes)"
+    ),
     Study("validation", "measurements of others beside predictions from data sheets, by group and source"),
     Study(
         "zoinfer",

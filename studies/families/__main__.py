@@ -1,7 +1,7 @@
 """``python -m studies.families``: what can be done with each family of language models, tried on tiny models.
 
 Each family is tried in a process of its own with a time limit. ``--write`` makes docs/reference/families.md and the results
-beside it, which takes several minutes of one core; without it the table is printed.
+beside it, which takes ten minutes of one core, or tries some again with ``--only``; without it the table is printed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import transformers
 from studies.families.report import page, table
 from studies.families.tiny import families, tiny_model
 from studies.families.trying import WAYS, Verdict, tried
-from zosim.console import emit
+from zosim.console import emit, stderr
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 _LIMIT_S = 120.0
@@ -41,10 +41,16 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     tried("llama", options.ways)  # what is imported here once, every process has
     tiny_model("mixtral"), tiny_model("mamba")
-    found = {family: _apart(family, options.ways) for family in options.only or families()}
+    found = {}
+    for family in options.only or families():
+        found[family] = _apart(family, options.ways)
+        stderr.print(family, *(verdict["word"] for verdict in found[family].values()), markup=False)
     if options.write:
+        results = PAGE.with_suffix(".json")
+        kept = json.loads(results.read_text(encoding="utf-8")) if options.only else {}
+        found = {family: (kept | found)[family] for family in families() if family in kept | found}
         PAGE.write_text(page(found, transformers.__version__), encoding="utf-8")
-        PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     else:
         emit(found, json=options.json, text=table(found))
 
