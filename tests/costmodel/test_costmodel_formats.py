@@ -34,7 +34,7 @@ def test_elements_of_formats_that_are_computed_in_stand_by_themselves(name: str)
 
 @pytest.mark.parametrize("name", ["int4", "int2", "float4_e2m1"])
 def test_elements_narrower_than_a_byte_have_no_width_of_their_own(name: str) -> None:
-    with pytest.raises(PlanError, match=f"elements of {name}"):
+    with pytest.raises(PlanError, match=f"{name} is a storage format"):
         FORMATS[name].element_bytes  # noqa: B018 - it is what raises
 
 

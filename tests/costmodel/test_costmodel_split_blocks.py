@@ -58,5 +58,5 @@ def test_what_crosses_is_the_activation_and_the_residual_stream() -> None:
 
 def test_a_block_that_is_not_there_cannot_be_cut() -> None:
     assert segments_of(2, (1,)) == ("embed", "block.0", "block.1.front", "block.1.back", "head")
-    with pytest.raises(ModelError, match="no block 12"):
+    with pytest.raises(ModelError, match="block 12 does not exist"):
         read_model_spec("opt-125m", split_blocks=(12,))

@@ -364,7 +364,7 @@ def test_the_command_does_one_part_and_leaves_it(tmp_path, monkeypatch):
 def test_a_device_that_is_not_there_is_refused_in_words(tmp_path, capsys):
     with pytest.raises(typer.Exit):
         main(folder=tmp_path)
-    assert "there is no device 'cuda:0'" in capsys.readouterr().err
+    assert "device 'cuda:0' does not exist" in capsys.readouterr().err
     with simulated(), pytest.raises(typer.Exit):
         main(hardware="cpu-laptop", folder=tmp_path)
     assert "--hardware dgx-h100" in capsys.readouterr().err

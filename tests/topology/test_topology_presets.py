@@ -197,5 +197,5 @@ def test_resolve_takes_a_preset_or_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(dump(load_preset("h200-1x")), encoding="utf-8")
     assert resolve(str(file)) == resolve("h200-1x")
-    with pytest.raises(TopologyError, match="no hardware preset"):
+    with pytest.raises(TopologyError, match="no preset"):
         load_preset("h200")

@@ -54,7 +54,7 @@ def test_a_file_written_back_is_the_same_machine():
         ("15.75 GB/s", "-3 GB/s", r"links\[1\].*-3 GB/s must be more than zero \(line 18\)", None),
         ("15.75 GB/s", "15.75 GB", "unit 'GB' cannot be a bandwidth", "GB/s"),
         ("15.75 GB/s", "15.75", "a number without a unit cannot be a bandwidth", "31.5 GB/s"),
-        ("15.75 GB/s", ".inf", "inf is not a figure", "leave it out"),
+        ("15.75 GB/s", ".inf", "inf is not a valid figure", "leave it out"),
         ("target: gpu0", "target: gpu1", r"names the unknown node 'gpu1' \(line 18\)", "did you mean 'gpu0'"),
         ("id: dram0", "id: gpu0", r"two nodes have the id 'gpu0' \(line 15\)", None),
         ("spec: toy", "spec: toyy", r"line 15.*unknown device 'toyy'", "did you mean 'toy'"),
@@ -149,7 +149,7 @@ def test_one_name_means_one_thing():
     machine = loads(SMALL)
     other = machine.nodes[3].spec.model_copy(update={"name": "another"})
     twin = Node(id="gpu1", type="gpu", host="host0", spec=other)
-    with pytest.raises(ValidationError, match="two different devices are called 'toy'"):
+    with pytest.raises(ValidationError, match="two different devices have the name 'toy'"):
         Topology(name="x", nodes=(*machine.nodes, twin), links=machine.links)
 
 

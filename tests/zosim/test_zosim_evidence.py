@@ -173,7 +173,7 @@ def changed(file, change, *, resign=True):
         (lambda c: c.update(plan=None), "plan"),
         (lambda c: c.pop("profile"), "profile: missing"),
         (lambda c: c["timeline"].update(source="simulated"), "simulated, not measured"),
-        (lambda c: c["timeline"]["spans"][0].update(end_s=-1.0), "runs from 0.0 s to -1.0 s"),
+        (lambda c: c["timeline"]["spans"][0].update(end_s=-1.0), "starts at 0.0 s and ends at -1.0 s"),
         (lambda c: c["prediction"].update(step_time_s=-1.0), "step_time_s"),
     ],
 )

@@ -353,7 +353,7 @@ def test_packed_batches_count_what_they_compute() -> None:
         14 - 12
     )  # what is shared sees itself
     for forward, complaint in (
-        ({"num_shared": 20, "num_tokens": 20}, "cannot share 20"),
+        ({"num_shared": 20, "num_tokens": 20}, "20 shared tokens are too many"),
         ({"num_tokens": 33}, "at most 32"),
     ):
         with pytest.raises(PlanError, match=complaint):

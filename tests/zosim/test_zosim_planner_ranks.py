@@ -115,7 +115,7 @@ def test_a_mesh_reads_as_it_is_nested() -> None:
     assert Mesh.parse("data=2,perturb=4") == Mesh(data=2, perturb=4, inner="perturb")
     assert Mesh.parse("perturb=2, data=3") == Mesh(data=3, perturb=2, inner="data")
     for text, says in (
-        ("data=2,date=2", "'date' is no axis"),
+        ("data=2,date=2", "'date' is not a mesh axis"),
         ("data=0", "no size"),
         ("data=2,data=2", "twice"),
     ):

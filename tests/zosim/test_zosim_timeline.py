@@ -118,17 +118,17 @@ def test_damaged_files_are_refused_with_the_reason(tmp_path, text, complaint):
 
 
 def test_impossible_spans_are_refused(tmp_path):
-    with pytest.raises(TimelineError, match=r"runs from 2\.0 s to 1\.0 s"):
+    with pytest.raises(TimelineError, match=r"starts at 2\.0 s and ends at 1\.0 s"):
         measured(span("work", 0, 2.0, 1.0))
-    with pytest.raises(TimelineError, match="runs from nan s"):
+    with pytest.raises(TimelineError, match="starts at nan s"):
         measured(span("work", 0, float("nan"), 1.0))
-    with pytest.raises(TimelineError, match="is of step 3, but the run has 3 steps"):
+    with pytest.raises(TimelineError, match="belongs to step 3, but the run has 3 steps"):
         measured(span("work", 3, 0.0, 1.0))
     path = tmp_path / "timeline.json"
     data = json.loads(measured(span("work", 0, 0.0, 1.0)).to_json())
     data["spans"][0]["end_s"] = -1.0
     path.write_text(json.dumps(data))
-    with pytest.raises(TimelineError, match=r"runs from 0\.0 s to -1\.0 s"):
+    with pytest.raises(TimelineError, match=r"starts at 0\.0 s and ends at -1\.0 s"):
         Timeline.load(path)
 
 

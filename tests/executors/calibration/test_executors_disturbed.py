@@ -184,7 +184,7 @@ def test_calibrate_keeps_no_disturbed_profile_and_says_how_it_can_be_kept(
     words = ("calibrate", "--threads", 1)
     assert zosim(*words, "-o", tmp_path / "mine.json") == 3
     output = capsys.readouterr().err
-    assert "not kept: others disturbed 66% of the calibration" in output
+    assert "not saved: other processes disturbed 66% of the calibration" in output
     assert "--keep-disturbed" in output
     assert load_profile(tmp_path / "mine.json").is_disturbed
     assert not path.exists()
@@ -212,7 +212,7 @@ def test_predictions_with_a_disturbed_profile_say_so(
     words = ("simulate", tmp_path / "plan.json", "--profile", tmp_path / "profile.json")
     assert zosim(*words) == 0
     output = capsys.readouterr()
-    assert "others disturbed 66% of its calibration" in " ".join(output.err.split())
+    assert "other processes ran in 66% of its calibration" in " ".join(output.err.split())
     assert "disturbed, calibrated figures" in output.out
     assert zosim(*words, "--json") == 0
     assert json.loads(capsys.readouterr().out)["disturbed_share"] == 0.66
@@ -233,7 +233,7 @@ def test_the_demo_ends_on_a_busy_machine_and_says_what_its_prediction_rests_on(
         save_host_profile(GOOD)
     out, recipe = tmp_path / "demo", Recipe(num_blocks=2, hidden_size=32, num_steps=2, batch=2)
     outcome = Stages(out, 6, 1, 0, recipe=recipe, calibration_s=0.1).run()
-    assert "not kept: others disturbed 66%" in " ".join(capsys.readouterr().err.split())
+    assert "not saved: other processes disturbed 66%" in " ".join(capsys.readouterr().err.split())
     assert ("rests on a disturbed profile" in outcome.view().to_markdown()) != has_earlier
     assert (outcome.data()["disturbed_share"] > 0) != has_earlier
     path = host_profile_path(GOOD.device_name, GOOD.num_threads)

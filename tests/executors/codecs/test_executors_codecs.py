@@ -267,12 +267,12 @@ def messages():
 )
 def test_a_message_that_is_cut_off_or_damaged_is_refused(name, message):
     for length in range(len(message)):
-        with pytest.raises(CodecError, match="cut off"):
+        with pytest.raises(CodecError, match="truncated"):
             decode(message[:length])
     for place in range(4, len(message)):
         damaged = message.clone()
         damaged[place] ^= 16
-        with pytest.raises(CodecError, match=r"damaged|version|cut off"):
+        with pytest.raises(CodecError, match=r"damaged|version|truncated"):
             decode(damaged)
     longer = torch.cat([message, torch.full((9,), 255, dtype=torch.uint8)])
     assert torch.equal(decode(longer), decode(message))
@@ -321,7 +321,7 @@ def test_no_bytes_at_all_hang_or_crash_the_decoder(data):
 
 def test_other_shapes_and_kinds_of_messages_are_refused():
     message = codec_of(codec_spec("q4")).encode(activations(6, 50))
-    with pytest.raises(CodecError, match=r"shape \(6, 50\), and \(3, 100\) is expected"):
+    with pytest.raises(CodecError, match=r"shape \(6, 50\), but \(3, 100\) was expected"):
         decode(message, shape=(3, 100))
     with pytest.raises(CodecError, match="begins with"):
         decode(b"GIF89a" + bytes(60))

@@ -53,5 +53,5 @@ def test_a_user_is_warned_where_the_noise_wins_and_not_elsewhere():
 
 def test_equal_activations_are_refused():
     plus, _ = activations(1e-3)
-    with pytest.raises(CodecError, match="do not differ"):
+    with pytest.raises(CodecError, match="are identical"):
         visibility(plus, plus, codec_spec("q4"), epsilon=1e-12)

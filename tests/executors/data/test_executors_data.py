@@ -174,7 +174,7 @@ class TestLines:
             open_dataset(tmp_path / "trian.jsonl")
 
     def test_a_folder_is_not_a_file(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="is a directory, not a file"):
+        with pytest.raises(DataError, match="is a directory, not a regular file"):
             open_dataset(tmp_path)
 
     def test_bytes_that_are_not_text(self, tmp_path: Path) -> None:
@@ -289,9 +289,9 @@ class TestPrompts:
             (
                 {"txt": "a", "label": 1},
                 TEMPLATE,
-                "names {text}, which the line does not have\n\nhint: did you mean txt",
+                "uses {text}, but the line has no such field\n\nhint: did you mean txt",
             ),
-            ({"text": "a"}, TEMPLATE, "names {label}"),
+            ({"text": "a"}, TEMPLATE, "uses {label}"),
             ({"text": ["a"], "label": 1}, TEMPLATE, "must be text or a number, got list"),
             (
                 {"text": "a", "choices": "b", "label": 0},

@@ -132,7 +132,7 @@ def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, ca
         ("", OPTIONS, "is empty"),
         ('{"text": "a", "label": 0}\n{"text"', OPTIONS, "line 2 is not JSON"),
         ('{"words": "a", "label": 0}', OPTIONS, "line 1: template '{text} it was {label}' names {text}"),
-        ('{"text": "a", "label": 0}', ("--template", "{text"), "template '{text' cannot be read"),
+        ('{"text": "a", "label": 0}', ("--template", "{text"), "cannot read template '{text'"),
         ('{"text": "a", "label": 0}', ("--template", ""), "template '' has no field"),
         ('{"text": "a"}', ("--label-words", "0=terrible"), "no template places them"),
         ('{"text": "a", "label": 2}', OPTIONS, "line 1: label '2' has no label word"),

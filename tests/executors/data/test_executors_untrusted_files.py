@@ -219,7 +219,7 @@ def test_patterns_that_never_end_are_tried_apart(
     tokenizer.save(str(directory / "tokenizer.json"))
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "a"}\n')
-    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer that can be used"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a valid tokenizer"):
         tokenizer_for(str(directory), str(lines))
     assert "panicked" not in capfd.readouterr().err
 
@@ -236,7 +236,7 @@ def test_patterns_that_never_end_are_tried_apart(
         (
             "tokenizer.json",
             '{"model": {"type": "BPE"}}',
-            r"tokenizer\.json is not a tokenizer that can be used",
+            r"tokenizer\.json is not a valid tokenizer",
         ),
         ("added_tokens.json", "[1]", "holds no JSON object"),
     ],
@@ -254,9 +254,9 @@ def test_tokenizer_files_are_named(
 def test_a_pipe_of_data_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(DataError, match="is a pipe or a device, not a file"):
+    with pytest.raises(DataError, match="is a pipe or a device, not a regular file"):
         LineFile.index(pipe)
-    with pytest.raises(DataError, match="is a pipe or a device, not a file"):
+    with pytest.raises(DataError, match="is a pipe or a device, not a regular file"):
         check_lines(pipe, None)
 
 

@@ -426,7 +426,7 @@ def test_qvalues_that_stand_for_nothing_are_refused(tmp_path, form, part, damage
     tensors = load_file(out / OWN)
     damage(tensors[f"{LAYER}.{part}"])
     save_file(tensors, out / OWN)
-    with pytest.raises(ModelError, match=f"a quantized value of {LAYER} is none of {form[0]}"):
+    with pytest.raises(ModelError, match=f"a value of {LAYER} is not valid in {form[0]}"):
         weights_digest(load_base(str(out), plan_of(out, "float32")))
 
 

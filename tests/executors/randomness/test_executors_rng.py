@@ -115,7 +115,7 @@ def test_first_two_moments(name):
 
 
 def test_unknown_perturbation_is_refused():
-    with pytest.raises(PlanError, match="no perturbation 'cauchy'"):
+    with pytest.raises(PlanError, match="unknown distribution 'cauchy'"):
         sampler_named("cauchy")
 
 

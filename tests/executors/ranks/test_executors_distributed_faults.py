@@ -183,7 +183,7 @@ def test_a_store_that_nobody_keeps_is_no_mistake_of_ours(monkeypatch):
         with (
             pytest.raises(
                 RunError,
-                match=f"rank 1 could not join .* the store at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} ",
+                match=f"rank 1 cannot join .* the store at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} ",
             ),
             process_group("cpu", timeout_s=1),
         ):

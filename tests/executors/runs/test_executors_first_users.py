@@ -81,7 +81,7 @@ def test_a_batch_that_is_larger_than_the_data_is_said(inputs, tmp_path, capsys):
     assert train(model, data, tmp_path / "fits", "--batch", 10, steps=1) == 0
     assert "warning" not in capsys.readouterr().err
     assert train(model, data, tmp_path / "out", "--batch", 11, steps=1) == 0
-    assert f"warning: a batch of 11 is larger than {data} with its 10 lines" in capsys.readouterr().err
+    assert f"warning: a batch of 11 exceeds the 10 lines of {data}" in capsys.readouterr().err
 
 
 def test_a_directory_with_an_adapter_is_not_said_to_have_nothing_to_train(inputs, tmp_path, capsys):

@@ -222,7 +222,7 @@ def test_of_two_runs_that_begin_at_once_in_one_directory_one_is_refused(inputs, 
     codes = first.exit_code, second.exit_code
     assert sorted(codes) == [0, 2], output
     refused = output[0] if codes[0] else output[1]
-    assert "is writing to" in refused or "holds a run already" in refused
+    assert "is writing to" in refused or "already holds a run" in refused
     assert same(tmp_path / "out", undisturbed())
 
 
@@ -301,7 +301,7 @@ def test_links_lead_to_the_run_that_they_name(inputs, undisturbed, tmp_path, mon
     assert link.is_symlink()
     assert same(real, undisturbed())
     assert zosim(*options(inputs, real)) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already holds a run" in capsys.readouterr().err
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert zosim(*options(inputs, tmp_path / "dangling")) == 2
     assert "dangling: File exists" in capsys.readouterr().err.replace("\n", "")

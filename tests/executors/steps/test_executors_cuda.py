@@ -93,6 +93,6 @@ def test_issuing_from_a_thread_per_stream_changes_no_bit(placement, monkeypatch)
 
 
 def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(RunError, match="there is no device 'cuda:97'") as caught:
+    with pytest.raises(RunError, match="device 'cuda:97' does not exist") as caught:
         backend_for("cuda:97")
     assert "--device cpu" in caught.value.hint
