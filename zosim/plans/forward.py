@@ -132,7 +132,7 @@ class ForwardPass(Axis):
             yield (
                 (
                     f"{self.num_shared or 0} shared tokens are too many for sequences of "
-                    f"{self.num_tokens or plan.seq} tokens on average and {plan.seq} at most"
+                    f"{self.num_tokens or plan.seq} tokens on average, at most {plan.seq}"
                 ),
                 "the shared tokens must be fewer than those of a sequence",
             )
