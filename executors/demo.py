@@ -317,7 +317,7 @@ class Stages:
                 planned.timeline,
                 measured,
                 planned.program,
-                at_pace=planned.at_pace_of(measured),
+                at_slowdown=planned.at_slowdown_of(measured),
                 planned_tokens=planned.plan.tokens_per_step,
             ),
             summary=summary,

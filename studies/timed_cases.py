@@ -15,7 +15,7 @@ from costmodel.scoring import Row, Score
 from zosim.analysis.scoreboard import score_table
 from zosim.report import Table
 
-PACE_CHANGED = 0.1
+SLOWDOWN_CHANGED = 0.1
 """Part by which the pace after a case may differ from that before it."""
 
 
@@ -31,9 +31,9 @@ class TimedCase:
     measured_s : float
     foreign_cores : float
         Cores that other processes used while this was measured.
-    paced_s : float
+    slowed_s : float
         Step time predicted for the pace that the machine had before the case.
-    pace_before, pace_after : float
+    slowdown_before, slowdown_after : float
         Seconds of a fixed piece of work before and after, over what it takes at full pace.
     """
 
@@ -43,9 +43,9 @@ class TimedCase:
     high_s: float
     measured_s: float
     foreign_cores: float
-    paced_s: float
-    pace_before: float
-    pace_after: float
+    slowed_s: float
+    slowdown_before: float
+    slowdown_after: float
 
     @property
     def step(self) -> Row:
@@ -55,12 +55,12 @@ class TimedCase:
     @property
     def paced(self) -> Row:
         """The step time, as it is predicted for the pace before the case."""
-        return Row(self.name, "step_at_pace_s", self.measured_s, self.paced_s)
+        return Row(self.name, "step_at_pace_s", self.measured_s, self.slowed_s)
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the pace after the step differs from that before it by more than :data:`PACE_CHANGED`."""
-        return abs(self.pace_after / self.pace_before - 1) > PACE_CHANGED
+        """Whether the pace after the step differs from that before it by more than :data:`SLOWDOWN_CHANGED`."""
+        return abs(self.slowdown_after / self.slowdown_before - 1) > SLOWDOWN_CHANGED
 
 
 CaseT = TypeVar("CaseT", bound=TimedCase)
@@ -87,19 +87,19 @@ def step_tables(lists: Mapping[str, Sequence[CaseT]], goal: tuple[float, float])
     yield score_table(paced, "cases", title="Step time, at the pace before each case")
 
 
-def describe_pace(own: str, cases: Sequence[TimedCase]) -> str:
+def describe_slowdown(own: str, cases: Sequence[TimedCase]) -> str:
     """Return what the slowdown is, and what it was while calibrating (`own`) and before cases."""
     return (
         "The slowdown is the time of a reference computation over its time on an undisturbed core: "
-        f"{own} while calibrating, {median(case.pace_before for case in cases):.2f} in the median before "
-        f"cases. In undisturbed cases it changed by at most {PACE_CHANGED:.0%}."
+        f"{own} while calibrating, {median(case.slowdown_before for case in cases):.2f} in the median before "
+        f"cases. In undisturbed cases it changed by at most {SLOWDOWN_CHANGED:.0%}."
     )
 
 
 def case_columns() -> dict[str, Callable[[TimedCase], str]]:
     """Return columns of a table of cases, beside what is predicted and measured."""
     return {
-        "pace before": lambda case: f"{case.pace_before:.2f}",
-        "after": lambda case: f"{case.pace_after:.2f}",
+        "pace before": lambda case: f"{case.slowdown_before:.2f}",
+        "after": lambda case: f"{case.slowdown_after:.2f}",
         "at that pace": lambda case: f"{case.paced.error:+.1%}",
     }

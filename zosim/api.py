@@ -244,7 +244,7 @@ def compare(
         measured,
         planned.programs.program_of(chosen),
         chosen,
-        planned.at_pace_of(measured),
+        planned.at_slowdown_of(measured),
         planned.plan.tokens_per_step,
     )
 

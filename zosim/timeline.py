@@ -188,7 +188,7 @@ class Timeline(Document):
         Steps left out because they equal earlier ones, shifted. Spans after them carry their real times.
     reference_s : float, optional
         What the reference of the machine's pace took before the first step that was measured
-        (:func:`costmodel.rates.pace.pace_in`).
+        (:func:`costmodel.rates.slowdown.slowdown_in`).
     tokens_per_step : float, optional
         Tokens of a measured step's batch on average, without its padding.
 

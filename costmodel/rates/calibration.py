@@ -43,9 +43,9 @@ _NOT_FITTED = frozenset(
         "allocator_slack",
         "allocation_granularity",
         "step_s",
-        "pace_s",
-        "pace",
-        "pace_part",
+        "reference_s",
+        "slowdown",
+        "slowdown_part",
     }
 )
 """Constants that durations of single operations cannot tell."""

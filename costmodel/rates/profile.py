@@ -83,9 +83,9 @@ CONSTANT_UNITS: dict[str, str] = {
     "pin_bandwidth": "byte/s",
     "copy_cores": "core",
     "ranks_slowdown": "1",
-    "pace_s": "s",
-    "pace": "1",
-    "pace_part": "1",
+    "reference_s": "s",
+    "slowdown": "1",
+    "slowdown_part": "1",
     "message_s": "s",
     "busy_latency_s": "s",
     "busy_core_s": "s",
@@ -156,9 +156,9 @@ CONSTANT_UNITS: dict[str, str] = {
     How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
     then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
     the same.
-``pace_s``, ``pace``, ``pace_part.<kind of work>``
+``pace_s``, ``slowdown``, ``pace_part.<kind of work>``
     What a reference computation takes at full pace, how many times as long it took at the pace that the rates are for, and
-    the part of that slowing that a kind of work sees: see :mod:`costmodel.rates.pace`.
+    the part of that slowing that a kind of work sees: see :mod:`costmodel.rates.slowdown`.
 ``message_s``, ``loopback_bandwidth``, ``busy_latency_s``, ``busy_core_s``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
     two CPU ranks of one host; what a message within a host takes besides while all its cores compute, and what their work loses to it.
@@ -182,9 +182,9 @@ _OPTIONAL_CONSTANTS = frozenset(
         "jump_s",
         "split_s",
         "seed_s",
-        "pace_s",
-        "pace",
-        "pace_part",
+        "reference_s",
+        "slowdown",
+        "slowdown_part",
         "attention_diagonal_len",
         "burst",
         "multiprocessors",

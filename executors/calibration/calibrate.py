@@ -16,13 +16,13 @@ from statistics import fmean, median
 import torch
 
 from costmodel.rates.measurement import Measurement
-from costmodel.rates.pace import Pace, WorkType
+from costmodel.rates.slowdown import Slowdown, WorkType
 from executors.calibration.background_load import waited_s
 from executors.calibration.exchange_probes import exchange_probes
 from executors.calibration.probes import kernel_probes
 from executors.calibration.probing import Action, Probe
 from executors.devices import device_named, on_stream
-from executors.pace import UNDISTURBED, Reference, full_pace_s, pace_of, windows_of
+from executors.reference_speed import UNDISTURBED, Reference, full_speed_s, intervals_of, slowdown_of
 from executors.steps.heap import keep_freed_memory
 from executors.threads import use_threads
 from topology.errors import RunError
@@ -45,7 +45,7 @@ _FAR = 3.0
 _LOST = 2.0
 """A probe that others kept from more than half of what it needs tells only how long its work takes at most."""
 
-_PER_WINDOW = 40
+_PER_INTERVAL = 40
 """References, two for each sample of some milliseconds."""
 
 _ENOUGH = 10
@@ -104,7 +104,7 @@ def calibrate(
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     budget_s: float = DEFAULT_BUDGET_S,
     on_round: OnRound | None = None,
-) -> tuple[list[Measurement], Pace | None]:
+) -> tuple[list[Measurement], Slowdown | None]:
     """Return measurements of this machine at its full pace, and the pace that it had meanwhile.
 
     Parameters
@@ -124,7 +124,7 @@ def calibrate(
     -------
     measurements : list of Measurement
         For ``costmodel.rates.calibration.fit_profile``.
-    pace : Pace or None
+    slowdown : Pace or None
         None of a GPU.
 
     Raises
@@ -152,9 +152,9 @@ def calibrate(
         keep_freed_memory()
     with threads_set(threads), torch.no_grad():
         sampled = _sample(list(kernel_probes(where, dtypes)), where, budget_s, on_round)
-    fast_s = full_pace_s(_references(sampled))
+    fast_s = full_speed_s(_references(sampled))
     measurements = [_measurement(samples, threads, fast_s) for samples in sampled]
-    return measurements, _pace(sampled, measurements, fast_s) if where.type == "cpu" else None
+    return measurements, _slowdown(sampled, measurements, fast_s) if where.type == "cpu" else None
 
 
 def calibrate_exchanges(num_threads: int, *, budget_s: float) -> list[Measurement]:
@@ -167,7 +167,7 @@ def calibrate_exchanges(num_threads: int, *, budget_s: float) -> list[Measuremen
     """
     with threads_set(num_threads), torch.no_grad(), exchange_probes() as probes:
         sampled = _sample(probes, torch.device("cpu"), budget_s, None)
-    fast_s = full_pace_s(_references(sampled))
+    fast_s = full_speed_s(_references(sampled))
     return [_measurement(samples, num_threads, fast_s) for samples in sampled]
 
 
@@ -184,15 +184,15 @@ def _sample(
         num_rounds += 1
         if on_round is not None:
             on_round(min(1.0, (time.perf_counter() - began) / budget_s))
-    while (waiting := _never_at_full_pace(sampled)) and time.perf_counter() - began < _PATIENCE * budget_s:
+    while (waiting := _never_at_full_speed(sampled)) and time.perf_counter() - began < _PATIENCE * budget_s:
         for samples in waiting:
             _take(samples, reference, device)
     return sampled
 
 
-def _never_at_full_pace(sampled: Sequence[_Samples]) -> list[_Samples]:
+def _never_at_full_speed(sampled: Sequence[_Samples]) -> list[_Samples]:
     """Return those of which other processes have disturbed all samples but a few."""
-    fast_s = full_pace_s(_references(sampled))
+    fast_s = full_speed_s(_references(sampled))
     return [samples for samples in sampled if samples.num_undisturbed(fast_s) < _LEAST_ROUNDS]
 
 
@@ -303,7 +303,7 @@ def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurem
     )
 
 
-def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast_s: float) -> Pace:
+def _slowdown(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast_s: float) -> Slowdown:
     """Return the pace while these samples were taken, and how far their kinds of work followed it."""
     followed: dict[WorkType, list[float]] = defaultdict(list)
     for samples, measured in zip(sampled, measurements, strict=True):
@@ -322,4 +322,4 @@ def _pace(sampled: Sequence[_Samples], measurements: Sequence[Measurement], fast
         for pair in around
         for second in pair
     ]
-    return Pace(fast_s, *pace_of(windows_of(in_order, fast_s, _PER_WINDOW)), parts)
+    return Slowdown(fast_s, *slowdown_of(intervals_of(in_order, fast_s, _PER_INTERVAL)), parts)

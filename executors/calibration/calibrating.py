@@ -12,8 +12,8 @@ import torch
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.rates.calibration import FitReport, fit_profile, with_copy_cores
 from costmodel.rates.measurement import Measurement
-from costmodel.rates.pace import Pace, off_pace, with_pace
 from costmodel.rates.profile import Profile
+from costmodel.rates.slowdown import Slowdown, off_slowdown, with_slowdown
 from costmodel.scoring import Row
 from executors.calibration.calibrate import DEFAULT_BUDGET_S, calibrate, calibrate_exchanges, threads_set
 from executors.calibration.codec_calibration import with_codec_constants
@@ -28,7 +28,7 @@ from executors.calibration.whole_steps import (
     with_interval_scale,
     with_step_overhead,
 )
-from executors.pace import UNDISTURBED, full_pace_s
+from executors.reference_speed import UNDISTURBED, full_speed_s
 from topology.errors import RunError
 from topology.graph import Topology
 from zosim.applications.evidence.learning import measurements_of_spans
@@ -121,7 +121,7 @@ def calibrated(
     if device == "cpu" and budget_s >= _LONG_S:
         crowding.measure()
 
-    def kernels() -> tuple[list[Measurement], Pace | None]:
+    def kernels() -> tuple[list[Measurement], Slowdown | None]:
         return calibrate(
             device=device,
             dtypes=("float32", "bfloat16") if device == "cpu" else ("float32", "float16", "bfloat16"),
@@ -145,10 +145,10 @@ def calibrated(
     def whole_steps(fast_s: float | None) -> list[WholeStep]:
         return taken(step_shapes, _STEPS_SHARE, fast_s)
 
-    measurements, pace, steps, disturbances = at_one_pace(kernels, whole_steps)
+    measurements, slowdown, steps, disturbances = at_one_slowdown(kernels, whole_steps)
     quantized: list[WholeStep] = []
     if device == "cpu" and budget_s >= _LONG_S:
-        fast_s = pace.fast_s if pace else None
+        fast_s = slowdown.fast_s if slowdown else None
         rounds = [taken(quantized_step_shapes, _QUANTIZED_SHARE, fast_s) for _ in range(_QUANTIZED_ROUNDS)]
         quantized = [min(alike, key=lambda step: step.seconds) for alike in zip(*rounds, strict=False)]
         crowding.measure()
@@ -158,7 +158,7 @@ def calibrated(
             measurements += calibrate_exchanges(num_threads, budget_s=_EXCHANGES_SHARE * budget_s)
         except RunError as error:
             crowding.failures.append(error.message)
-    profile, fit = fitted(topology, node, base, measurements, steps, pace, quantized)
+    profile, fit = fitted(topology, node, base, measurements, steps, slowdown, quantized)
     if device == "cpu":
         crowding.measure()
         profile = with_crowded_cores(profile, crowding.measured)
@@ -182,10 +182,10 @@ class _Crowding:
             self.failures.append(error.message)
 
 
-def at_one_pace(
-    kernels: Callable[[], tuple[list[Measurement], Pace | None]],
+def at_one_slowdown(
+    kernels: Callable[[], tuple[list[Measurement], Slowdown | None]],
     whole_steps: Callable[[float | None], list[WholeStep]],
-) -> tuple[list[Measurement], Pace | None, list[WholeStep], tuple[str, ...]]:
+) -> tuple[list[Measurement], Slowdown | None, list[WholeStep], tuple[str, ...]]:
     """Return single operations and whole steps as one pace of the machine sees them, and in words what disturbed them.
 
     Parameters
@@ -201,28 +201,28 @@ def at_one_pace(
     slower one is measured again, once. A pace that stays slower is one of those that predictions are made for, and counts
     for the width of intervals.
     """
-    measurements, pace = kernels()
-    steps = whole_steps(pace.fast_s if pace else None)
+    measurements, slowdown = kernels()
+    steps = whole_steps(slowdown.fast_s if slowdown else None)
     disturbances: list[str] = []
-    if pace is not None and (change := _change(pace, steps)) > UNDISTURBED:
+    if slowdown is not None and (change := _change(slowdown, steps)) > UNDISTURBED:
         disturbances.append(
             f"everything took {change:.2f} times as long after a while: steps were measured again"
         )
-        steps = min(steps, whole_steps(pace.fast_s), key=lambda some: _change(pace, some))
-        still = _change(pace, steps)
-        pace = replace(pace, ratio=max(pace.ratio, still), high=max(pace.high, still))
-    elif pace is not None and change < 1 / UNDISTURBED:
+        steps = min(steps, whole_steps(slowdown.fast_s), key=lambda some: _change(slowdown, some))
+        still = _change(slowdown, steps)
+        slowdown = replace(slowdown, ratio=max(slowdown.ratio, still), high=max(slowdown.high, still))
+    elif slowdown is not None and change < 1 / UNDISTURBED:
         disturbances.append(
             f"everything took {change:.2f} times as long after a while: operations were measured again"
         )
-        measurements, pace = min((measurements, pace), kernels(), key=lambda item: item[1].fast_s)  # type: ignore[union-attr]
-    return measurements, pace, steps, (*disturbances, *_disturbances(measurements, steps))
+        measurements, slowdown = min((measurements, slowdown), kernels(), key=lambda item: item[1].fast_s)  # type: ignore[union-attr]
+    return measurements, slowdown, steps, (*disturbances, *_disturbances(measurements, steps))
 
 
-def _change(pace: Pace | None, steps: Sequence[WholeStep]) -> float:
+def _change(slowdown: Slowdown | None, steps: Sequence[WholeStep]) -> float:
     """Return what the reference took at its fastest beside steps, over what it takes at full pace."""
     references_s = [second for step in steps for second in step.references_s]
-    return full_pace_s(references_s) / pace.fast_s if pace and references_s else 1.0
+    return full_speed_s(references_s) / slowdown.fast_s if slowdown and references_s else 1.0
 
 
 def _disturbances(measurements: Sequence[Measurement], steps: Sequence[WholeStep]) -> list[str]:
@@ -248,7 +248,7 @@ def fitted(
     base: Profile,
     measurements: Sequence[Measurement],
     steps: Sequence[WholeStep],
-    pace: Pace | None = None,
+    slowdown: Slowdown | None = None,
     quantized: Sequence[WholeStep] = (),
 ) -> tuple[Profile, FitReport]:
     """Return the profile that single operations and whole steps say, and how well it explains them.
@@ -270,9 +270,9 @@ def fitted(
         unseen = steps[number::_NUM_PARTS]
         seen = [step for step in steps if step not in unseen]
         other, _ = _fitted(base, measurements, seen)
-        there = _at_pace(other, pace)
+        there = _at_slowdown(other, slowdown)
         judges = _judges(unseen)
-        taken = [*_as_taken(judges, there, pace), *_as_alone(judges, base.num_cores)]
+        taken = [*_as_taken(judges, there, slowdown), *_as_alone(judges, base.num_cores)]
         if base.device_type == "cpu":
             taken = _as_calibrated_again(taken)
         ratios += interval_ratios(there, topology, node, taken)
@@ -280,7 +280,7 @@ def fitted(
         residuals += [
             Row(s.name, "step_s", s.seconds, simulate(s.program, machine).step_time_s) for s in unseen
         ]
-    profile = with_interval_scale(_at_pace(profile, pace), ratios)
+    profile = with_interval_scale(_at_slowdown(profile, slowdown), ratios)
     share = disturbed_share(measurements, steps)
     return Profile(**{**dict(profile), "disturbed_share": share}), replace(fit, steps=tuple(residuals))
 
@@ -297,11 +297,11 @@ def _judges(steps: Sequence[WholeStep]) -> Sequence[WholeStep]:
     return undisturbed if 2 * len(undisturbed) >= len(steps) else steps
 
 
-def _as_taken(steps: Sequence[WholeStep], profile: Profile, pace: Pace | None) -> list[WholeStep]:
+def _as_taken(steps: Sequence[WholeStep], profile: Profile, slowdown: Slowdown | None) -> list[WholeStep]:
     """Return steps with the seconds that they took, and those at either end of the paces of the calibration."""
     slowings = [1.0]
-    if pace is not None:
-        slowings += [1 + off_pace(profile, ratio) for ratio in (pace.low, pace.high)]
+    if slowdown is not None:
+        slowings += [1 + off_slowdown(profile, ratio) for ratio in (slowdown.low, slowdown.high)]
     return [
         replace(step, seconds=slowing * step.slowing * step.seconds) for step in steps for slowing in slowings
     ]
@@ -325,8 +325,8 @@ def _as_calibrated_again(steps: Sequence[WholeStep]) -> list[WholeStep]:
     ]
 
 
-def _at_pace(profile: Profile, pace: Pace | None) -> Profile:
-    return profile if pace is None else with_pace(profile, pace)
+def _at_slowdown(profile: Profile, slowdown: Slowdown | None) -> Profile:
+    return profile if slowdown is None else with_slowdown(profile, slowdown)
 
 
 def _fitted(

@@ -28,7 +28,7 @@ from executors.formats import TORCH_DTYPES
 from executors.models.model import Batch
 from executors.models.random_models import random_model
 from executors.models.spec import spec_of_model
-from executors.pace import UNDISTURBED, Reference
+from executors.reference_speed import UNDISTURBED, Reference
 from executors.runs.session import Session
 from topology.graph import Topology
 from zosim.hardware.machine import Machine
@@ -233,7 +233,7 @@ def measure_steps(
         Time for timed steps, of which each shape gets its part. Of the later shapes those are left out that a multiple of
         it has no time for.
     fast_s : float, optional
-        What the reference of :mod:`executors.pace` takes at full pace, to tell which steps were taken at it.
+        What the reference of :mod:`executors.reference_speed` takes at full pace, to tell which steps were taken at it.
     on_share : callable, optional
         Called with the share of the shapes that are done.
 
@@ -288,7 +288,7 @@ def _measured(
         foreign_cores = max(0.0, others.cores() - spare)
         timeline = session.timeline()
     name = f"step of {shape.family} {shape.hidden} wide, {shape.batch}x{shape.seq} {shape.dtype}, {plan.describe()}"
-    kept = _at_full_pace(taken, fast_s)
+    kept = _at_full_speed(taken, fast_s)
     seconds = median(step.seconds for step in kept)
     gap_s, pause_s = _gaps(timeline, kept)
     timeline = _with_steps(timeline, [step.number for step in kept])
@@ -339,7 +339,7 @@ def _goes_on(taken: Sequence[_TimedStep], spent_s: float, budget_s: float, fast_
     )
 
 
-def _at_full_pace(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_TimedStep]:
+def _at_full_speed(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_TimedStep]:
     """Return the steps that no background load disturbed, or the few that took least."""
     kept = _undisturbed(taken, fast_s)
     return kept if len(kept) >= _LEAST_KEPT else sorted(taken, key=lambda step: step.seconds)[:_LEAST_KEPT]

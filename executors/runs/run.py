@@ -24,10 +24,10 @@ from executors.datasets.objectives import objective_named
 from executors.files import write_atomically
 from executors.models.quantised import other_kernel
 from executors.models.weight_files import weights_digest
-from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.launch import process_group
 from executors.ranks.rank_info import is_launched
+from executors.reference_speed import reference_now_s
 from executors.runs.adapters import keep_beginning, save_tuned
 from executors.runs.agreement import Disagreement
 from executors.runs.base import BASE, base_facts, refuse_other_base, tokenizer_facts
@@ -74,7 +74,7 @@ TIMELINE_NAME = "timeline.json"
 _PACED_STEPS = 20
 """Steps that are worth the seconds of looking at the pace before them."""
 
-_PACE_S = 0.5
+_REFERENCE_S = 0.5
 
 
 def run_in_rank(settings: RunSettings) -> dict[str, Any]:
@@ -354,7 +354,7 @@ class Run:
         self._due(session)
         if self.settings.run.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
             # Rank 0 alone: ranks that measure at the same time would see each other.
-            self.reference_s = self._on_rank_0(partial(reference_now_s, _PACE_S), "measuring the pace")
+            self.reference_s = self._on_rank_0(partial(reference_now_s, _REFERENCE_S), "measuring the pace")
         begun: deque[BegunStep] = deque()
         # Steps that the log has are run again to the last one, also where fewer are asked for by now.
         last = max(self.settings.num_steps, len(self.records) + len(self._unverified))

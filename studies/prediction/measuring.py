@@ -10,8 +10,8 @@ from statistics import fmean, median
 import torch
 
 from executors.calibration.background_load import OtherLoad
-from executors.pace import reference_now_s
 from executors.ranks.launch import launch, process_group
+from executors.reference_speed import reference_now_s
 from executors.turns import end_to_end
 from studies.prediction.cases import Case
 from studies.prediction.setting import batch_of, session_of
@@ -31,7 +31,7 @@ SESSIONS_AT_ONCE = 6
 _WARM_STEPS = 4
 _RANK_ROUNDS = 5
 
-PACE_S = 0.1
+REFERENCE_S = 0.1
 """Time for which the machine's pace is measured before a round and after it."""
 
 OnCase = Callable[[str], None]
@@ -171,13 +171,13 @@ class Turn:
         Every rank must ask for as many: what one of them saw of the time may not decide.
         """
         session, batch = self._session, batch_of(self.case, self._session.num_steps)
-        before_s = reference_now_s(PACE_S)
+        before_s = reference_now_s(REFERENCE_S)
         session.step(batch)
         others = OtherLoad()
         steps = end_to_end(lambda: session.step(batch), num_steps)
         # The other ranks are not background load.
         foreign_cores = max(0.0, others.cores() - (self.case.num_ranks - 1))
-        self._taken.append(Round(steps, foreign_cores, before_s, reference_now_s(PACE_S)))
+        self._taken.append(Round(steps, foreign_cores, before_s, reference_now_s(REFERENCE_S)))
 
     def measured(self) -> MeasuredSteps:
         """Return what the case did, and end its session."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from costmodel.rates.pace import at_pace, pace_in
 from costmodel.rates.profile import Profile
+from costmodel.rates.slowdown import at_slowdown, slowdown_in
 from costmodel.scoring import Row
 from studies.prediction.measuring import MeasuredSteps
 from studies.timed_cases import TimedCase
@@ -54,7 +54,7 @@ def predict(
 
 
 def _predicted(item: MeasuredSteps, profile: Profile, topology: Topology) -> PredictedCase:
-    before, after = (pace_in(profile, seconds) for seconds in item.references_s)
+    before, after = (slowdown_in(profile, seconds) for seconds in item.references_s)
     planned = PlannedRun(item.plan, topology, profile)
     prediction = planned.prediction
     return PredictedCase(
@@ -69,9 +69,9 @@ def _predicted(item: MeasuredSteps, profile: Profile, topology: Topology) -> Pre
         measured_bytes=item.device_bytes,
         limiter=prediction.bottleneck.description,
         lines=compare(planned.timeline, item.timeline, planned.program).labels,
-        paced_s=PlannedRun(item.plan, topology, at_pace(profile, before)).timeline.step_time_s,
-        pace_before=before,
-        pace_after=after,
+        slowed_s=PlannedRun(item.plan, topology, at_slowdown(profile, before)).timeline.step_time_s,
+        slowdown_before=before,
+        slowdown_after=after,
     )
 
 

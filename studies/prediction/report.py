@@ -19,7 +19,7 @@ from costmodel.rates.calibration import FitReport
 from costmodel.rates.profile import Profile
 from costmodel.scoring import Row, Score, coverage_band
 from studies.prediction.predicting import Choice, PredictedCase
-from studies.timed_cases import Groups, case_columns, describe_pace, grouped, scored, step_tables
+from studies.timed_cases import Groups, case_columns, describe_slowdown, grouped, scored, step_tables
 from zosim.analysis.scoreboard import rows_table, score_data, score_table
 from zosim.report import Code, Element, Report, Table
 
@@ -158,9 +158,9 @@ least of the processors. Memory is arena plus live tensors, with peaks over the 
         verdict = "met" if meets_goals(self.rows) else "**missed**"
         disturbed = sum(row.foreign_cores > _DISTURBED for row in self.held_out)
         own = ", ".join(
-            f"{profile.values()['pace']:.2f} ({threads} thread{'s' if threads > 1 else ''})"
+            f"{profile.values()['slowdown']:.2f} ({threads} thread{'s' if threads > 1 else ''})"
             for threads, profile in self.profiles.items()
-            if "pace" in profile.values()
+            if "slowdown" in profile.values()
         )
         return Report(
             "Figures",
@@ -176,7 +176,7 @@ least of the processors. Memory is arena plus live tensors, with peaks over the 
             f"of 90 %, {band} hold.",
             f"In {disturbed} of the {len(self.held_out)} held-out cases other processes used more than "
             f"{_DISTURBED} of a processor even in the quieter rounds.",
-            describe_pace(own or "unknown", self.rows),
+            describe_slowdown(own or "unknown", self.rows),
         )
 
     def _regret(self) -> Report:

@@ -137,7 +137,7 @@ def profile_values(
     host nothing beside their kernels: the papers' code has no interpreter.
     """
     if hidden_size > _WIDTHS[1]:
-        values = _at_pace(values, paper)
+        values = _at_slowdown(values, paper)
     constants = {
         "matmul_half_dim": values["product_half_dim"],
         "kernel_s": values["kernel_s"],
@@ -173,16 +173,16 @@ def profile_values(
     }
 
 
-def _at_pace(values: Values, paper: str) -> Values:
+def _at_slowdown(values: Values, paper: str) -> Values:
     """Return the constants of the machine on which the widest model ran, all rates of which have one factor.
 
     Whether products, passes or copies bound them, ZO2's rows of OPT-175B take 11 to 17 % longer than those of other
     models let one expect, as on another node.
     """
-    pace = values.get("pace_widest", 1.0)
+    slowdown = values.get("pace_widest", 1.0)
     powers = {"flop/s": 1, "byte/s": 1, "number/s": 1, "s": -1, "s/byte": -1, "1": 0}
     units = {constant.name: constant.unit for constant in SPEED[paper]}
-    return {name: value * pace ** powers[units[name]] for name, value in values.items()}
+    return {name: value * slowdown ** powers[units[name]] for name, value in values.items()}
 
 
 def _fp32_rate(values: Values, hidden_size: int) -> float:

@@ -130,7 +130,7 @@ def _report(
         commit=commits,
         machine=describe_machine(machine.device_spec(machine.of_type("cpu")[0].id).name),
         message_s=message_s,
-        pace=profile.values().get("pace", 1.0),
+        slowdown=profile.values().get("slowdown", 1.0),
         links=tuple(links),
         rows=tuple(rows),
     )

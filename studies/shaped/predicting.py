@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from costmodel.rates.pace import at_pace, pace_in
 from costmodel.rates.profile import Bound, Profile
+from costmodel.rates.slowdown import at_slowdown, slowdown_in
 from costmodel.scoring import Row
 from studies.shaped.cases import HostLayout, ShapedCase, cases_of
 from studies.shaped.hosts import machines_of, plan_of, topology_of
@@ -88,7 +88,7 @@ def predict(
     for case in (case for case in cases_of(rate, layout) if case.name in measured):
         steps = measured[case.name]
         central = _simulated(case, declared, profile, cores)
-        paces = pace_in(profile, steps.before_s), pace_in(profile, steps.after_s)
+        slowdowns = slowdown_in(profile, steps.before_s), slowdown_in(profile, steps.after_s)
         low_s, high_s = (
             _simulated(case, declared, profile, cores, end).step_time_s for end in ("low", "high")
         )
@@ -106,9 +106,9 @@ def predict(
                 fastest_s=min(steps.step_s),
                 num_steps=len(steps.step_s),
                 foreign_cores=steps.foreign_cores,
-                paced_s=_simulated(case, declared, at_pace(profile, paces[0]), cores).step_time_s,
-                pace_before=paces[0],
-                pace_after=paces[1],
+                slowed_s=_simulated(case, declared, at_slowdown(profile, slowdowns[0]), cores).step_time_s,
+                slowdown_before=slowdowns[0],
+                slowdown_after=slowdowns[1],
                 labels=_labels(central.seconds_by_label(0), steps.seconds_by_label),
             )
         )

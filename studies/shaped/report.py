@@ -12,7 +12,7 @@ from studies.prediction.report import versions
 from studies.shaped.links import LinkFigures
 from studies.shaped.network import FRAME_EFFICIENCY, rate_bits_per_s
 from studies.shaped.predicting import ShapedRow
-from studies.timed_cases import Groups, case_columns, describe_pace, grouped, scored, step_tables
+from studies.timed_cases import Groups, case_columns, describe_slowdown, grouped, scored, step_tables
 from zosim.analysis.scoreboard import rows_table, score_table
 from zosim.report import Bullets, Code, Element, Report, Table
 
@@ -41,7 +41,7 @@ class ShapedBenchmark:
     commit: str
     machine: str
     message_s: float
-    pace: float
+    slowdown: float
     """While calibrating."""
     links: tuple[LinkRow, ...]
     rows: tuple[ShapedRow, ...]
@@ -93,7 +93,7 @@ Measured step times are medians on rank 0."""
             f"Goal, at most {GOAL[0]:.0%} in the median and {GOAL[1]:.0%} at the 90th percentile: {'met' if met else '**missed**'}.",
             f"In {disturbed} of the {len(self.rows)} cases other processes used more than {_DISTURBED} of a processor: read "
             "those rows as disturbed, and the figures with them.",
-            describe_pace(f"{self.pace:.2f}", self.rows),
+            describe_slowdown(f"{self.slowdown:.2f}", self.rows),
         )
 
     def _links(self) -> Report:

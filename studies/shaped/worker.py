@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from executors.formats import TORCH_DTYPES
-from executors.pace import reference_now_s
 from executors.ranks.communicator import Communicator
 from executors.ranks.launch import process_group
+from executors.reference_speed import reference_now_s
 from executors.runs.session import Session
 from executors.turns import end_to_end
 from studies.prediction.cases import Case
@@ -27,7 +27,7 @@ from studies.shaped.links import LinkFigures, measure_link
 _WARM_STEPS = 4
 _LEAST_STEPS, _MOST_STEPS = 8, 40
 _SECONDS = 2.0
-_PACE_S = 0.3
+_REFERENCE_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _run(case: ShapedCase, ranks: Communicator) -> CaseSteps:
 
 def _reference_s(ranks: Communicator) -> float:
     """Return what the reference takes now, in the mean over ranks."""
-    own = torch.tensor(reference_now_s(_PACE_S), dtype=torch.float64)
+    own = torch.tensor(reference_now_s(_REFERENCE_S), dtype=torch.float64)
     return float(ranks.all_gather_host(own, "measuring the pace").mean())
 
 

@@ -19,13 +19,13 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from costmodel.rates.pace import at_pace, pace_in
 from costmodel.rates.profile import load_profile
-from executors.pace import reference_now_s
+from costmodel.rates.slowdown import at_slowdown, slowdown_in
+from executors.reference_speed import reference_now_s
 from executors.runs.session import Session
 from executors.steps import streams
 from executors.turns import Way, in_turns
-from studies.prediction.measuring import PACE_S
+from studies.prediction.measuring import REFERENCE_S
 from studies.speed.__main__ import SHAPES, model_of_shape, session_of
 from studies.speed.reference import two_forwards
 from topology import detect
@@ -114,7 +114,7 @@ def main(
         if rates is not None:
             for words, known in (
                 ("predicted", rates),
-                ("at its pace", at_pace(rates, pace_in(rates, median(references_s[name])))),
+                ("at its pace", at_slowdown(rates, slowdown_in(rates, median(references_s[name])))),
             ):
                 machine = Machine.from_topology(topology, topology.of_type("cpu")[0].id, known)
                 predicted_s = simulate(lower(session.plan), machine).step_time_s
@@ -140,7 +140,7 @@ def _beside_a_reference(name: str, work: Callable[[], object], references_s: dic
 
     def way(number: int) -> object:
         if number % 2 == 0:
-            references_s.setdefault(name, []).append(reference_now_s(PACE_S))
+            references_s.setdefault(name, []).append(reference_now_s(REFERENCE_S))
         return work()
 
     return way

@@ -26,9 +26,9 @@ def test_every_processor_of_every_preset_has_a_profile(name):
                 "ranks_slowdown",
                 "busy_latency_s",
                 "busy_core_s",
-                "pace_s",
-                "pace",
-                "pace_part",
+                "reference_s",
+                "slowdown",
+                "slowdown_part",
             }
             # A GPU's generators count: they are seeded, shared and moved ahead in no time; its passes over quantized values take as bytes do.
             absent |= (

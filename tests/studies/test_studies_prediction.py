@@ -47,9 +47,9 @@ def row(predicted_s: float, measured_s: float, **fields) -> PredictedCase:
         "measured_bytes": 100,
         "limiter": "sample",
         "lines": (ComparedLine("sample", predicted_s, measured_s, predicted_s - measured_s),),
-        "paced_s": predicted_s,
-        "pace_before": 1.0,
-        "pace_after": 1.0,
+        "slowed_s": predicted_s,
+        "slowdown_before": 1.0,
+        "slowdown_after": 1.0,
     }
     return PredictedCase(**(values | fields))
 
@@ -132,13 +132,13 @@ def test_the_pace_of_a_case_is_that_around_its_quieter_rounds():
 
 
 def test_a_case_is_disturbed_if_the_pace_is_another_after_it():
-    assert not row(1.0, 1.0, pace_before=1.2, pace_after=1.3).is_disturbed
-    assert row(1.0, 1.0, pace_before=1.0, pace_after=1.2).is_disturbed
-    assert row(1.0, 1.0, pace_before=1.4, pace_after=1.2).is_disturbed
+    assert not row(1.0, 1.0, slowdown_before=1.2, slowdown_after=1.3).is_disturbed
+    assert row(1.0, 1.0, slowdown_before=1.0, slowdown_after=1.2).is_disturbed
+    assert row(1.0, 1.0, slowdown_before=1.4, slowdown_after=1.2).is_disturbed
 
 
 def test_errors_at_the_pace_before_a_case_stand_beside_those_of_the_calibration():
-    scores = summary([row(1.0, 1.25, paced_s=1.2, pace_before=1.3) for _ in range(3)])
+    scores = summary([row(1.0, 1.25, slowed_s=1.2, slowdown_before=1.3) for _ in range(3)])
     assert scores["step"]["median"] == pytest.approx(0.2)
     assert (scores["paced"]["median"], scores["paced"]["signed"]) == pytest.approx((0.04, -0.04))
 
@@ -222,7 +222,7 @@ def test_every_choice_is_of_one_configuration_and_takes_two_cores():
 def test_a_report_holds_every_case_and_says_what_was_missed():
     profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
     words = {"name": "opt 2x64 bf16 2 threads, sweep", "placement": "sweep"}
-    bad = row(3.0, 1.0, foreign_cores=0.5, pace_before=1.5, **words)
+    bad = row(3.0, 1.0, foreign_cores=0.5, slowdown_before=1.5, **words)
     benchmark = Benchmark(
         "2026-01-01",
         "a command",

@@ -22,12 +22,12 @@ from zosim.analysis.compare import ComparedLine
 
 def row(name: str, measured_s: float) -> PredictedCase:
     lines = (ComparedLine("sample", 1.0, None, 0.5), ComparedLine("forward", None, 2.0, -0.25))
-    step = {"predicted_s": 1.0, "low_s": 0.9, "high_s": 1.1, "measured_s": measured_s, "paced_s": 1.0}
+    step = {"predicted_s": 1.0, "low_s": 0.9, "high_s": 1.1, "measured_s": measured_s, "slowed_s": 1.0}
     memory = {"predicted_bytes": 100, "measured_bytes": 90}
     beside = {
         "foreign_cores": 0.0,
-        "pace_before": 1.1,
-        "pace_after": 1.2,
+        "slowdown_before": 1.1,
+        "slowdown_after": 1.2,
         "limiter": "sample",
         "lines": lines,
     }

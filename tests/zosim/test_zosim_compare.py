@@ -11,7 +11,7 @@ from rich.console import Console
 
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.models.configs import read_model_spec
-from costmodel.rates.pace import Pace, at_pace, with_pace
+from costmodel.rates.slowdown import Slowdown, at_slowdown, with_slowdown
 from tests.support.builders import RATE, instruction, pipeline, program, shared, unshared
 from topology import load_preset
 from topology.errors import TimelineError
@@ -118,26 +118,26 @@ def test_a_comparison_can_be_read_and_parsed():
 def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():
     topology = load_preset("cpu-laptop")
     full = datasheet_profile(topology, "cpu0", num_threads=1)
-    known = with_pace(full, Pace(1e-4, 1.0, 1.0, 1.5, {"products": 0.5, "sampling": 1.0}))
+    known = with_slowdown(full, Slowdown(1e-4, 1.0, 1.0, 1.5, {"products": 0.5, "sampling": 1.0}))
     plan = Plan(
         model=read_model_spec("opt-125m"),
         placement=Placement(topology="cpu-laptop", devices=("cpu0",)),
         batch=1,
         seq=64,
     )
-    calm, slow = (PlannedRun(plan, topology, at_pace(known, ratio)) for ratio in (1.0, 1.4))
+    calm, slow = (PlannedRun(plan, topology, at_slowdown(known, ratio)) for ratio in (1.0, 1.4))
     measured = replace(slow.simulated(num_steps=4).expanded(), source="measured")
-    assert calm.at_pace_of(measured) is None
+    assert calm.at_slowdown_of(measured) is None
     measured = replace(measured, reference_s=1.4e-4)
-    found = compare(calm.timeline, measured, calm.program, at_pace=calm.at_pace_of(measured))
+    found = compare(calm.timeline, measured, calm.program, at_slowdown=calm.at_slowdown_of(measured))
     assert slow.step_time_s > calm.step_time_s
-    assert found.at_pace.step_s == pytest.approx(slow.step_time_s)
-    assert found.at_pace.slower > 0.1
+    assert found.at_slowdown.step_s == pytest.approx(slow.step_time_s)
+    assert found.at_slowdown.slower > 0.1
     console = Console(file=io.StringIO(), width=120)
     console.print(found.summary_table())
-    assert f"{found.at_pace.slower:.0%} slower than calibrated" in console.file.getvalue()
-    assert slow.at_pace_of(replace(measured, reference_s=1e-4)).slower < 0
-    assert PlannedRun(plan, topology, full).at_pace_of(measured) is None
+    assert f"{found.at_slowdown.slower:.0%} slower than calibrated" in console.file.getvalue()
+    assert slow.at_slowdown_of(replace(measured, reference_s=1e-4)).slower < 0
+    assert PlannedRun(plan, topology, full).at_slowdown_of(measured) is None
 
 
 def test_timelines_of_different_programs_are_refused():

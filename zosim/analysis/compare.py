@@ -65,7 +65,7 @@ class MemoryLine:
 
 
 @dataclass(frozen=True, slots=True)
-class AtPace:
+class AtSlowdown:
     """What is predicted at the pace at which a machine was found before it ran.
 
     Attributes
@@ -102,7 +102,7 @@ class Comparison:
     memory : tuple of MemoryLine
     planned_tokens, measured_tokens : float, optional
         Tokens per step: those that the plan allows, and those that batches had, without padding.
-    at_pace : AtPace, optional
+    at_slowdown : AtSlowdown, optional
         Where the run measured the machine's pace, and the profile knows its own.
     """
 
@@ -118,7 +118,7 @@ class Comparison:
     memory: tuple[MemoryLine, ...]
     planned_tokens: float | None = None
     measured_tokens: float | None = None
-    at_pace: AtPace | None = None
+    at_slowdown: AtSlowdown | None = None
 
     @property
     def step_error(self) -> float | None:
@@ -162,9 +162,9 @@ class Comparison:
         """Return step time, bottleneck and peak memory as a table."""
         step = (_ms(self.predicted_step_s), _ms(self.measured_step_s), _percent(self.step_error))
         rows = [("step time (ms)", *step)]
-        if self.at_pace is not None:
-            error = relative_error(self.at_pace.step_s, self.measured_step_s)
-            rows.append((self.at_pace.description, _ms(self.at_pace.step_s), "", _percent(error)))
+        if self.at_slowdown is not None:
+            error = relative_error(self.at_slowdown.step_s, self.measured_step_s)
+            rows.append((self.at_slowdown.description, _ms(self.at_slowdown.step_s), "", _percent(error)))
         if self.planned_tokens is not None and self.measured_tokens is not None:
             planned, measured = self.planned_tokens, self.measured_tokens
             rows.append(
@@ -189,7 +189,7 @@ def compare(
     measured: Timeline,
     program: Program,
     rank: int = 0,
-    at_pace: AtPace | None = None,
+    at_slowdown: AtSlowdown | None = None,
     planned_tokens: float | None = None,
 ) -> Comparison:
     """Return the two timelines of one rank, joined under the program's names.
@@ -200,7 +200,7 @@ def compare(
     program : Program
         The program that both are of.
     rank : int
-    at_pace : AtPace, optional
+    at_slowdown : AtSlowdown, optional
     planned_tokens : float, optional
         Tokens of a step's batch as it is planned.
 
@@ -235,7 +235,7 @@ def compare(
         ),
         planned_tokens=planned_tokens,
         measured_tokens=measured.tokens_per_step,
-        at_pace=at_pace,
+        at_slowdown=at_slowdown,
     )
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from costmodel.devices.datasheet import ASSUMED_MEMORY
-from costmodel.rates.pace import at_pace, off_pace, pace_in
 from costmodel.rates.profile import Bound, Profile
+from costmodel.rates.slowdown import at_slowdown, off_slowdown, slowdown_in
 from topology.errors import ProgramError, TimelineError
 from topology.graph import Topology
 from topology.units import format_seconds
-from zosim.analysis.compare import AtPace, slowest_rank
+from zosim.analysis.compare import AtSlowdown, slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
@@ -254,19 +254,19 @@ class PlannedRun:
 
         return simulate_world(world, num_steps=num_steps)
 
-    def at_pace_of(self, measured: Timeline) -> AtPace | None:
+    def at_slowdown_of(self, measured: Timeline) -> AtSlowdown | None:
         """Return the step at the pace at which the machine was found before a run.
 
         None where the run or the profile does not know a pace, and where devices are unlike: one of them was looked at.
         """
         reference_s = measured.reference_s
-        if reference_s is None or "pace_s" not in self.profile.values():
+        if reference_s is None or "reference_s" not in self.profile.values():
             return None
         if any(profile != self.profile for profile in self.rank_profiles):
             return None
-        ratio = pace_in(self.profile, reference_s)
-        there = replace(self, profile=at_pace(self.profile, ratio), profiles=None)
-        return AtPace(off_pace(self.profile, ratio), there.step_time_s)
+        ratio = slowdown_in(self.profile, reference_s)
+        there = replace(self, profile=at_slowdown(self.profile, ratio), profiles=None)
+        return AtSlowdown(off_slowdown(self.profile, ratio), there.step_time_s)
 
     @cached_property
     def timeline(self) -> Timeline:

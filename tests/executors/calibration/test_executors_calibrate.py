@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from costmodel.work import Work
-from executors import pace
+from executors import reference_speed
 from executors.calibration import background_load, calibrate, probes, probing, sampling_probes
 from executors.calibration.exchange_probes import exchange_probes
 from executors.low_bits.exact_products import exact_sums
@@ -154,7 +154,7 @@ def test_samples_beside_a_stranger_do_not_count() -> None:
     # Where none was at full pace, those around which the reference was fastest count.
     disturbed = sampled("matmul", *[slow] * 20, *[(1.3, 2.5, 1.3)] * 3)
     assert calibrate._measurement(disturbed, 1, 1.0).seconds == 2.5
-    assert calibrate._never_at_full_pace([samples, disturbed]) == [disturbed]
+    assert calibrate._never_at_full_speed([samples, disturbed]) == [disturbed]
 
 
 def test_samples_that_waited_for_a_core_do_not_count() -> None:
@@ -163,13 +163,13 @@ def test_samples_that_waited_for_a_core_do_not_count() -> None:
     samples = sampled("elementwise", *[sliced] * 20, *[idle] * 4)
     assert calibrate._measurement(samples, 2, 1.0).seconds == 5e-6
     assert not calibrate._measurement(samples, 2, 1.0).is_bound
-    assert not calibrate._never_at_full_pace([samples])
+    assert not calibrate._never_at_full_speed([samples])
     # Where all of them waited, those that waited least, and as a bound.
     waited = sampled("elementwise", *[sliced] * 20, *[(1.0, 5.9e-3, 1.0)] * 3)
     waited.waits = [0.9] * 20 + [0.6] * 3
     measured = calibrate._measurement(waited, 2, 1.0)
     assert (measured.seconds, measured.is_bound) == (5.9e-3, True)
-    assert calibrate._never_at_full_pace([waited]) == [waited]
+    assert calibrate._never_at_full_speed([waited]) == [waited]
     # A slow stretch of the machine is no process: what was seen at the slower pace is no bound.
     slow = sampled("elementwise", *[(1.6, 9e-6, 1.6)] * 20, (1.0, 5e-6, 1.0))
     assert not calibrate._measurement(slow, 2, 1.0).is_bound
@@ -199,7 +199,7 @@ def test_a_thread_that_gets_no_core_is_seen_to_wait() -> None:
 def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
     rows = [sampled("matmul", *[(1.0, 1.0, 1.0)] * 20, *[(1.5, 1.25, 1.5)] * 20)]
     rows += [sampled("draw", *[(1.0, 4.0, 1.0)] * 20, *[(1.5, 6.0, 1.5)] * 20)]
-    seen = calibrate._pace(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
+    seen = calibrate._slowdown(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
     assert seen.parts == pytest.approx({"products": 0.5, "sampling": 1.0})
     assert 1.0 <= seen.low <= 1.25 <= seen.high <= 1.5
 
@@ -240,11 +240,14 @@ def test_on_a_gpu() -> None:
 
 
 def test_the_reference_takes_about_as_long_as_it_did() -> None:
-    wait_until(lambda: 0.1 < pace.reference_now_s(0.05) / pace.reference_now_s(0.05) < 10, "an idle moment")
-    assert pace.full_pace_s([2.0] * 500 + [1.0] * 50) == 1.0
+    wait_until(
+        lambda: 0.1 < reference_speed.reference_now_s(0.05) / reference_speed.reference_now_s(0.05) < 10,
+        "an idle moment",
+    )
+    assert reference_speed.full_speed_s([2.0] * 500 + [1.0] * 50) == 1.0
 
 
 @pytest.mark.slow
 def test_windows_hold_the_mean_pace_of_each() -> None:
-    assert pace.windows_of([1.0, 1.0, 3.0, 3.0, 100.0, 1.0], 1.0, 2) == [1.0, 3.0, 2.5]
-    assert pace.pace_of([0.9, 1.0, 1.2, 1.4, 1.3])[0] == 1.2
+    assert reference_speed.intervals_of([1.0, 1.0, 3.0, 3.0, 100.0, 1.0], 1.0, 2) == [1.0, 3.0, 2.5]
+    assert reference_speed.slowdown_of([0.9, 1.0, 1.2, 1.4, 1.3])[0] == 1.2

@@ -12,13 +12,13 @@ import torch
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.rates.calibration import with_copy_cores
 from costmodel.rates.measurement import Measurement
-from costmodel.rates.pace import Pace
 from costmodel.rates.profile import Profile
+from costmodel.rates.slowdown import Slowdown
 from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
 from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set
-from executors.calibration.calibrating import BETWEEN_CALIBRATIONS, at_one_pace, fitted
+from executors.calibration.calibrating import BETWEEN_CALIBRATIONS, at_one_slowdown, fitted
 from executors.calibration.core_contention import CrowdedCores, with_crowded_cores
 from executors.calibration.whole_steps import (
     QUANTIZED_STEP_SHAPES,
@@ -168,33 +168,35 @@ def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> N
     """Made-up timings of a machine that changes its pace between single operations and whole steps."""
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
 
-    def go(kernel_paces: list[float], step_paces: list[float]) -> tuple[Pace, list[WholeStep], str]:
-        kernels, whole = iter(kernel_paces), iter(step_paces)
+    def go(
+        kernel_slowdowns: list[float], step_slowdowns: list[float]
+    ) -> tuple[Slowdown, list[WholeStep], str]:
+        kernels, whole = iter(kernel_slowdowns), iter(step_slowdowns)
 
         def measured(_fast_s: float | None) -> list[WholeStep]:
-            pace = next(whole)
-            return [replace(steps[0], seconds=pace, references_s=(1e-4 * pace,) * 9)]
+            slowdown = next(whole)
+            return [replace(steps[0], seconds=slowdown, references_s=(1e-4 * slowdown,) * 9)]
 
-        _, pace, seen, words = at_one_pace(
-            lambda: ([single], Pace(1e-4 * next(kernels), 1.05, 1.0, 1.2, {})), measured
+        _, slowdown, seen, words = at_one_slowdown(
+            lambda: ([single], Slowdown(1e-4 * next(kernels), 1.05, 1.0, 1.2, {})), measured
         )
-        assert pace is not None
+        assert slowdown is not None
         assert not [*kernels, *whole]  # as often as it was to be done
-        return pace, seen, " ".join(words)
+        return slowdown, seen, " ".join(words)
 
-    pace, seen, words = go([1.0], [1.1])
-    assert (pace.ratio, seen[0].seconds, words) == (1.05, 1.1, "")
-    pace, seen, words = go([1.0], [1.5, 1.0])
-    assert (pace.ratio, seen[0].seconds) == (1.05, 1.0)
+    slowdown, seen, words = go([1.0], [1.1])
+    assert (slowdown.ratio, seen[0].seconds, words) == (1.05, 1.1, "")
+    slowdown, seen, words = go([1.0], [1.5, 1.0])
+    assert (slowdown.ratio, seen[0].seconds) == (1.05, 1.0)
     assert "1.50 times as long after a while: steps were measured again" in words
     # It stays slow: that is the pace of now.
-    pace, seen, words = go([1.0], [1.5, 1.6])
-    assert (seen[0].seconds, pace.fast_s) == (1.5, 1e-4)
-    assert pace.ratio == pytest.approx(1.5)
-    assert pace.high == pytest.approx(1.5)
+    slowdown, seen, words = go([1.0], [1.5, 1.6])
+    assert (seen[0].seconds, slowdown.fast_s) == (1.5, 1e-4)
+    assert slowdown.ratio == pytest.approx(1.5)
+    assert slowdown.high == pytest.approx(1.5)
     # Operations were all taken while another process had half of each core.
-    pace, seen, words = go([1.5, 1.0], [1.0])
-    assert pace.fast_s == 1e-4
+    slowdown, seen, words = go([1.5, 1.0], [1.0])
+    assert slowdown.fast_s == 1e-4
     assert "0.67 times as long after a while: operations were measured again" in words
 
 
@@ -207,7 +209,7 @@ def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
     measured = measure_steps(TOPOLOGY, "cpu0", device="cpu", budget_s=9.0, shapes=STEP_SHAPES[:2])
     assert [step.foreign_cores for step in measured] == [0.0, 0.05]  # the first was tried thrice
     disturbed = replace(steps[0], seconds=1e3, foreign_cores=0.9)
-    words = at_one_pace(lambda: ([], None), lambda _: [disturbed, *steps])[3]
+    words = at_one_slowdown(lambda: ([], None), lambda _: [disturbed, *steps])[3]
     assert words == ("others kept 0.9 cores busy beside 1 of 3 whole steps, which count as bounds",)
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     again = [replace(step, name=f"{step.name} again") for step in steps]
@@ -265,10 +267,10 @@ def test_steps_beside_a_stranger_do_not_count() -> None:
 
     fast = [step(number, 1.0, 1.05) for number in range(3)]
     slow = [step(3, 1.2, 1.5), step(4, 2.0, 1.0)]
-    assert whole_steps._at_full_pace([*slow, *fast], 1.0) == fast
-    assert whole_steps._at_full_pace([*slow, fast[0]], 1.0) == [fast[0], *slow]
+    assert whole_steps._at_full_speed([*slow, *fast], 1.0) == fast
+    assert whole_steps._at_full_speed([*slow, fast[0]], 1.0) == [fast[0], *slow]
     # Where no reference is taken, only the length tells.
-    assert whole_steps._at_full_pace([*slow, *fast], None) == [slow[0], *fast]
+    assert whole_steps._at_full_speed([*slow, *fast], None) == [slow[0], *fast]
     assert whole_steps._goes_on([*slow, *slow], 1.0, 0.5, 1.0)
     assert not whole_steps._goes_on([*slow, *fast], 1.0, 0.5, 1.0)
     assert not whole_steps._goes_on([*slow, *slow], 2.1, 0.5, 1.0)

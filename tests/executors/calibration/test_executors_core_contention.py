@@ -24,19 +24,19 @@ class Clock:
     """Work that takes `together` times as long in all bursts but the first of a turn, which is alone."""
 
     def __init__(self, monkeypatch, together):
-        self.now, self.pace, self.together, self.num_gathers = 0.0, 1.0, together, 0
+        self.now, self.slowdown, self.together, self.num_gathers = 0.0, 1.0, together, 0
         monkeypatch.setattr(core_contention.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(core_contention.torch, "mm", self.work)
 
     def work(self, *_):
-        self.now += 0.01 * self.pace
+        self.now += 0.01 * self.slowdown
 
     def gather(self, number):
         # The size of a burst and the exchanges that are timed come first.
         self.num_gathers += 1
         num_bursts = self.num_gathers - core_contention._NUM_EXCHANGES - 1
         num_each = 1 + core_contention._NUM_TOGETHER
-        self.pace = self.together if num_bursts > 0 and num_bursts % num_each else 1.0
+        self.slowdown = self.together if num_bursts > 0 and num_bursts % num_each else 1.0
         return [number]
 
 

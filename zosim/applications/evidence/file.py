@@ -191,9 +191,9 @@ class Evidence(FrozenModel):
         """Return prediction and measurement line by line, for the last rank to end its steps."""
         rank = slowest_rank(self.timeline)
         predicted = self.planned.timeline_of(rank)
-        at_pace = self.planned.at_pace_of(self.timeline)
+        at_slowdown = self.planned.at_slowdown_of(self.timeline)
         program = self.program_set.program_of(rank)
-        return compare(predicted, self.timeline, program, rank, at_pace, self.plan.tokens_per_step)
+        return compare(predicted, self.timeline, program, rank, at_slowdown, self.plan.tokens_per_step)
 
     def save(self, path: str | Path) -> None:
         """Write the evidence as JSON, with a digest.

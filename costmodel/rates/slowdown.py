@@ -51,7 +51,7 @@ _KIND_OF = {constant: kind for kind, constants in _CONSTANTS.items() for constan
 
 
 @dataclass(frozen=True)
-class Pace:
+class Slowdown:
     """The pace while a machine was calibrated.
 
     Attributes
@@ -71,22 +71,22 @@ class Pace:
     parts: Mapping[WorkType, float]
 
 
-def with_pace(profile: Profile, pace: Pace) -> Profile:
+def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
     """Return a profile of rates at full pace as one at the pace of its calibration, which it then knows."""
     source = "what a reference computation takes at full pace"
-    constants = [_constant("pace_s", pace.fast_s, pace.fast_s, pace.fast_s, source)]
+    constants = [_constant("reference_s", slowdown.fast_s, slowdown.fast_s, slowdown.fast_s, source)]
     source = "median time of the reference while calibrating, over that"
-    constants.append(_constant("pace", 1.0, 1.0, max(1.0, pace.high), source))
+    constants.append(_constant("slowdown", 1.0, 1.0, max(1.0, slowdown.high), source))
     for kind in _CONSTANTS:
-        part = pace.parts.get(kind)
+        part = slowdown.parts.get(kind)
         source = "slowing of this work with that of the reference"
         if part is None:
             part, source = 1.0, "assumed: slows as the reference does, none was seen slowed"
-        constants.append(_constant(f"pace_part.{kind}", part, part / 2, 2 * part, source))
-    return at_pace(profile.with_constants(*constants, origin=profile.origin), pace.ratio)
+        constants.append(_constant(f"slowdown_part.{kind}", part, part / 2, 2 * part, source))
+    return at_slowdown(profile.with_constants(*constants, origin=profile.origin), slowdown.ratio)
 
 
-def at_pace(profile: Profile, ratio: float) -> Profile:
+def at_slowdown(profile: Profile, ratio: float) -> Profile:
     """Return what a profile says at a pace, as times what the reference takes at full pace.
 
     Parameters
@@ -96,7 +96,7 @@ def at_pace(profile: Profile, ratio: float) -> Profile:
     ratio : float
         At least 1; less counts as 1.
     """
-    own = profile.values().get("pace")
+    own = profile.values().get("slowdown")
     if own is None:
         return profile
     ratio = max(1.0, ratio)
@@ -106,23 +106,25 @@ def at_pace(profile: Profile, ratio: float) -> Profile:
         factor = 1 / slowing if constant.is_rate else slowing
         ends = {name: getattr(constant, name) * factor for name in ("low", "value", "high")}
         scaled.append(constant.model_copy(update=ends))
-    pace = profile.constant("pace")
-    known = pace.model_copy(update={"value": ratio, "high": max(ratio, pace.high)})
+    slowdown = profile.constant("slowdown")
+    known = slowdown.model_copy(update={"value": ratio, "high": max(ratio, slowdown.high)})
     return profile.with_constants(*scaled, known, origin=profile.origin)
 
 
-def pace_in(profile: Profile, reference_s: float) -> float:
+def slowdown_in(profile: Profile, reference_s: float) -> float:
     """Return the pace, as a profile has it, at which the reference takes so long; 1 if the profile knows none."""
-    fast_s = profile.values().get("pace_s")
+    fast_s = profile.values().get("reference_s")
     return 1.0 if fast_s is None else max(1.0, reference_s / fast_s)
 
 
-def off_pace(profile: Profile, ratio: float) -> float:
+def off_slowdown(profile: Profile, ratio: float) -> float:
     """Return by how much longer a step of all kinds of work takes at a pace than the profile says; 0 if it knows none."""
     values = profile.values()
-    if "pace" not in values:
+    if "slowdown" not in values:
         return 0.0
-    slowings = [_slowing(profile, constants[0], values["pace"], ratio) for constants in _CONSTANTS.values()]
+    slowings = [
+        _slowing(profile, constants[0], values["slowdown"], ratio) for constants in _CONSTANTS.values()
+    ]
     return math.exp(sum(map(math.log, slowings)) / len(slowings)) - 1
 
 
@@ -130,7 +132,7 @@ def _slowing(profile: Profile, constant: str, own: float, ratio: float) -> float
     kind = _KIND_OF.get(constant)
     if kind is None:
         return 1.0
-    part = profile.values()[f"pace_part.{kind}"]
+    part = profile.values()[f"slowdown_part.{kind}"]
     return (1 + part * (ratio - 1)) / (1 + part * (own - 1))
 
 

@@ -24,7 +24,7 @@ _NUM, _NUM_PASSES = 1 << 14, 20
 """Half of what torch gives a thread at least, and in a core's own cache."""
 
 _FAR = 4.0
-WINDOW_S = 0.1
+INTERVAL_S = 0.1
 """About a step: a step sees the mean pace of so long."""
 
 _SPELL = 10
@@ -51,7 +51,7 @@ class Reference:
         return time.perf_counter() - begin
 
 
-def full_pace_s(seconds: Sequence[float]) -> float:
+def full_speed_s(seconds: Sequence[float]) -> float:
     """Return what the reference takes at full pace, where it took these `seconds` at various times.
 
     Notes
@@ -63,15 +63,15 @@ def full_pace_s(seconds: Sequence[float]) -> float:
     return float(np.median([second for second in seconds if second <= UNDISTURBED * fastest_s]))
 
 
-def pace_of(windows: Sequence[float]) -> tuple[float, float, float]:
+def slowdown_of(intervals: Sequence[float]) -> tuple[float, float, float]:
     """Return the median pace of windows of time, and the range of about a second's, all but a twentieth on either side."""
-    ratios = np.maximum(windows, 1.0)
+    ratios = np.maximum(intervals, 1.0)
     spells = [float(np.median(spell)) for spell in np.array_split(ratios, max(1, len(ratios) // _SPELL))]
     low, high = np.quantile(spells, (0.05, 0.95))
     return float(np.median(ratios)), float(low), float(high)
 
 
-def windows_of(seconds: Sequence[float], fast_s: float, num_each: int) -> list[float]:
+def intervals_of(seconds: Sequence[float], fast_s: float, num_each: int) -> list[float]:
     """Return the mean pace of each so many references, one after the other."""
     ratios = np.minimum(np.asarray(seconds) / fast_s, _FAR)
     return [float(part.mean()) for part in np.array_split(ratios, max(1, len(ratios) // num_each))]
@@ -85,11 +85,11 @@ def reference_now_s(budget_s: float) -> float:
     budget_s : float
         How long to measure.
     """
-    reference, windows = Reference(), []
-    for _ in range(max(1, round(budget_s / WINDOW_S))):
-        until, references = time.perf_counter() + min(budget_s, WINDOW_S), []
+    reference, intervals = Reference(), []
+    for _ in range(max(1, round(budget_s / INTERVAL_S))):
+        until, references = time.perf_counter() + min(budget_s, INTERVAL_S), []
         while time.perf_counter() < until:
             references.append(reference.seconds())
         shortest_s = min(references)
-        windows.append(shortest_s * fmean(windows_of(references, shortest_s, len(references))))
-    return median(windows)
+        intervals.append(shortest_s * fmean(intervals_of(references, shortest_s, len(references))))
+    return median(intervals)
