@@ -33,7 +33,7 @@ _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
     "weights": {"perturbation": ("serial", "copies")},
     "residency": {
         "blocks": ("offloaded", "resident"),
-        "edges": ("resident", "offloaded"),
+        "embedding_and_head": ("resident", "offloaded"),
         "num_staging_buffers": (1, 2, 3),
         "overlap": (True, False),
         "reuse_staging_buffers": (True, False),

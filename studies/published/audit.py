@@ -259,9 +259,9 @@ def _memory(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
             continue
         plan = cell.case.plan
         width = FORMATS[plan.storage_dtype].element_bytes
-        edges = sum(g.num_parameters for g in plan.model.param_groups if g.segments[0] in (EMBED, HEAD))
+        ends = sum(g.num_parameters for g in plan.model.param_groups if g.segments[0] in (EMBED, HEAD))
         block = _block_parameters(cell) / plan.model.num_blocks
-        least = (plan.model.num_parameters if not cell.case.method.is_offloaded else edges + block) * width
+        least = (plan.model.num_parameters if not cell.case.method.is_offloaded else ends + block) * width
         if cell.printed * MEBIBYTE < least or cell.printed * MEBIBYTE > cell.case.capacity_bytes:
             yield AuditFinding(
                 "memory that does not fit",

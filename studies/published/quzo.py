@@ -238,14 +238,14 @@ class Counted:
 
     Attributes
     ----------
-    parameters, edges : int
+    parameters, ends : int
         All stored elements, and those outside the blocks.
     kept, temporaries, cache, logits : float
         Bytes a token in 16 bits: for a backward; a block's temporaries; keys and values; one copy of the logits.
     """
 
     parameters: int
-    edges: int
+    ends: int
     kept: float
     temporaries: float
     cache: float
@@ -272,7 +272,7 @@ def counted(model: str, length: int) -> Counted:
     )
     return Counted(
         parameters=spec.num_parameters,
-        edges=_edges(spec),
+        ends=_end_parameters(spec),
         kept=(spec.num_blocks * kept(block_segment(0)) + kept(HEAD)) / tokens,
         temporaries=block.workspace_bytes / tokens,
         cache=2 * spec.num_blocks * spec.num_key_value_heads * spec.head_dim * 2,
@@ -280,7 +280,7 @@ def counted(model: str, length: int) -> Counted:
     )
 
 
-def _edges(spec: ModelSpec) -> int:
+def _end_parameters(spec: ModelSpec) -> int:
     return sum(group.num_parameters for group in spec.param_groups if group.segments[0] in (EMBED, HEAD))
 
 
@@ -303,9 +303,9 @@ def _parts(case: QuzoCase, values: Mapping[str, float]) -> dict[str, float]:
         return {"weights": weights, "the forward": one * tokens * part, "context": context * part}
     kept = shape.kept * tokens
     if case.method in LORA:
-        linears = (shape.parameters - shape.edges) * case.bits / 8
+        linears = (shape.parameters - shape.ends) * case.bits / 8
         copies = values["int8_copies"] if case.bits == 8 else 1.0
-        return {"weights": linears + 2 * shape.edges, "activations": kept * copies, "context": context}
+        return {"weights": linears + 2 * shape.ends, "activations": kept * copies, "context": context}
     # Layers differ in which of the two is larger, so that the sum of maxima is a smooth one.
     dynamic = float(np.linalg.norm([weights, kept * case.bits / _HALF], 4))
     return {"weights": weights, "activations and gradients": dynamic, "context": context * case.bits / 8}

@@ -62,14 +62,14 @@ def main(
     loss_chunk: Annotated[int, typer.Option(min=1, help="Tokens whose logits are there at once.")] = 16,
 ) -> None:
     """Run the cases one after the other, and print their peaks, and what these are of the first."""
-    edges = sum(
+    ends = sum(
         p.numel()
         for name, p in model_of_shape(shape, TORCH_DTYPES[_DTYPE]).named_parameters()
         if ".layers." not in name
     )
     stdout.print(
         f"OPT-{shape} shape, batch {batch} x {seq}, {_DTYPE} but for quantized values; embedding and head alone "
-        f"{FORMATS[_DTYPE].bytes(edges) / 1e6:.1f} MB"
+        f"{FORMATS[_DTYPE].bytes(ends) / 1e6:.1f} MB"
     )
     stdout.print("blocks     linear layers         predicted (MB)  measured (MB)   error  of bfloat16")
     for place in PLACES:

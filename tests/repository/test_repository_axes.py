@@ -47,7 +47,7 @@ PASSED_ON = {
 """Fields that are read elsewhere, and why: what reads them does not decide by them how a step is made."""
 
 _FACTS = {"num_labels", "num_tokens", "num_shared", "num_answers", "num_attended"}
-WITHOUT_AN_OPTION = {"densities", "edges", "reuse_staging_buffers"} | _FACTS
+WITHOUT_AN_OPTION = {"densities", "embedding_and_head", "reuse_staging_buffers"} | _FACTS
 """Fields that a command does not set: the planner, a plan's file, an ablation or a run's data does."""
 
 OF_A_PLAN = {option.name for option in options_of(PlanConfig)}

@@ -114,7 +114,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "split.codec": {"split.split_points": ("block.1.mlp",)},
     "split.residual_codec": {"split.split_points": ("block.0",)},
     "residency.transfers": _OFFLOADED | {"mesh.data": 2},
-    "residency.edges": _OFFLOADED | {"shape": "opt-untied"},
+    "residency.embedding_and_head": _OFFLOADED | {"shape": "opt-untied"},
     "weights.perturbation=adapters": {"perturbations.distribution": "lozo", "tuned": "linears"},
     "perturbations.rank": {"perturbations.distribution": "lozo"},
     "perturbations.lazy_steps": {"perturbations.distribution": "lozo"},

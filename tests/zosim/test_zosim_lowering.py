@@ -46,7 +46,7 @@ def plans(draw: st.DrawFn) -> Plan:
     model = draw(st.sampled_from(sorted(MODELS)))
     blocks = draw(st.sampled_from(["resident", "offloaded"]))
     sweeps = blocks == "resident" and draw(st.booleans())
-    may_offload_edges = blocks == "offloaded" and not MODELS[model].tied_head
+    may_offload_ends = blocks == "offloaded" and not MODELS[model].tied_head
     storage = draw(st.sampled_from(["float32", "bfloat16"]))
     return plan_of(
         model,
@@ -64,7 +64,7 @@ def plans(draw: st.DrawFn) -> Plan:
         weights=Weights(dtype=storage, perturbation=draw(st.sampled_from(["serial", "copies"]))),
         residency=Residency(
             blocks=blocks,
-            edges="offloaded" if may_offload_edges and draw(st.booleans()) else "resident",
+            embedding_and_head="offloaded" if may_offload_ends and draw(st.booleans()) else "resident",
             num_staging_buffers=draw(st.integers(1, 4)),
             overlap=draw(st.booleans()),
             reuse_staging_buffers=draw(st.booleans()),
@@ -242,8 +242,8 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
             "traversal=sweep",
         ),
         ({"schedule": Schedule(traversal="sweep", update="delayed")}, "update=delayed"),
-        ({"residency": Residency(blocks="offloaded", edges="offloaded")}, "shares one table"),
-        ({"residency": Residency(edges="offloaded")}, "needs blocks=offloaded"),
+        ({"residency": Residency(blocks="offloaded", embedding_and_head="offloaded")}, "shares one table"),
+        ({"residency": Residency(embedding_and_head="offloaded")}, "needs blocks=offloaded"),
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
         (
             {"estimator": Estimator(num_perturbations=4096)},

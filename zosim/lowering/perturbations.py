@@ -46,7 +46,7 @@ from costmodel.models.model_spec import EMBED, ParamGroup
 from costmodel.sweeps import sampling_work
 from costmodel.work import Matmul, Work
 from zosim.lowering.buckets import bucket_bytes
-from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
 from zosim.plans import Perturbations as PerturbationsAxis
 from zosim.plans import Plan
 from zosim.program.contents import (
@@ -120,7 +120,7 @@ class Perturbations(AxisWriter):
 
     def fresh_offset(self, segment: str) -> int:
         """Return where the next perturbation goes: alternate halves for blocks that are drawn ahead."""
-        if not self._samples_in_halves or is_edge(segment):
+        if not self._samples_in_halves or is_embedding_or_head(segment):
             return 0
         self._halves += 1
         return self._block_bytes * (self._halves % 2)
@@ -133,7 +133,7 @@ class Perturbations(AxisWriter):
     @cached_property
     def _block_bytes(self) -> int:
         """Bytes of the largest perturbation of any block."""
-        blocks = (segment for segment in self._rank.segments if not is_edge(segment))
+        blocks = (segment for segment in self._rank.segments if not is_embedding_or_head(segment))
         return max(map(self._segment_bytes, blocks), default=0)
 
     def _segment_bytes(self, segment: str) -> int:

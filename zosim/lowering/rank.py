@@ -32,7 +32,7 @@ from zosim.program.instructions import Access, Instruction, Stream
 from zosim.program.operations import Operation
 
 
-def is_edge(segment: str) -> bool:
+def is_embedding_or_head(segment: str) -> bool:
     """Whether `segment` is the embedding or the head."""
     return segment in (EMBED, HEAD)
 
@@ -167,7 +167,7 @@ class Rank:
     def is_delayed(self, group: ParamGroup) -> bool:
         """Whether the update of `group` waits for its turn in the next step."""
         # Blocks alone, as in ZO2: embedding and head are updated when the step ends.
-        return self.plan.schedule.update == "delayed" and not is_edge(group.segments[0])
+        return self.plan.schedule.update == "delayed" and not is_embedding_or_head(group.segments[0])
 
     @property
     def distribution(self) -> Distribution:

@@ -34,7 +34,7 @@ from costmodel.models.model_spec import ParamGroup, block_index
 from costmodel.sweeps import cast_work, copy_work
 from costmodel.work import Work
 from zosim.lowering.buckets import aligned, bucket_bytes
-from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
 from zosim.points import BASE, Point
 from zosim.program.contents import FREED, UNSET, FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space, Stream
@@ -93,7 +93,7 @@ class Homes(AxisWriter):
     def is_offloaded(self, group: ParamGroup) -> bool:
         """Whether `group` lives on the host."""
         residency = self._plan.residency
-        place = residency.edges if is_edge(group.segments[0]) else residency.blocks
+        place = residency.embedding_and_head if is_embedding_or_head(group.segments[0]) else residency.blocks
         return place == "offloaded"
 
     def _offloaded(self, segment: str) -> tuple[ParamGroup, ...]:
@@ -115,7 +115,7 @@ class Homes(AxisWriter):
         # Blocks take turns; embedding and head, a whole step apart from each other, share a staging buffer of their own.
         return (
             "edge"
-            if is_edge(segment)
+            if is_embedding_or_head(segment)
             else str(block_index(segment) % self._plan.residency.num_staging_buffers)
         )
 

@@ -40,7 +40,7 @@ from costmodel.sweeps import closing_work, perturb_work, update_work
 from costmodel.work import Work
 from zosim.lowering.mesh import Losses
 from zosim.lowering.perturbations import Perturbations
-from zosim.lowering.rank import AxisWriter, Listing, Rank, is_edge
+from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
 from zosim.lowering.residency import Homes
 from zosim.points import BASE, Point
 from zosim.program.contents import UPDATE_SUM, Named, ParamGroupWeights, is_scaled
@@ -230,7 +230,7 @@ class Points(AxisWriter):
 
     def _takes_turns(self, segment: str) -> bool:
         """Whether copies of `segment` go into all of the buffers: embedding and head, often larger than a block, into one."""
-        return self._rank.is_swept or not is_edge(segment)
+        return self._rank.is_swept or not is_embedding_or_head(segment)
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of copies, and of what sweeps over parameters keep."""

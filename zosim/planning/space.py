@@ -364,7 +364,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
                 # A tied table stays for the head, whatever becomes of the embedding.
                 if not request.config.spec.tied_head:
                     yield {
-                        "residency": {**residency, "edges": "offloaded"},
+                        "residency": {**residency, "embedding_and_head": "offloaded"},
                         "schedule": {"update": "delayed"},
                     }
 

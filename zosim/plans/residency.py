@@ -27,7 +27,7 @@ class Residency(Axis):
     ----------
     blocks : str
         ``"resident"`` on the device, or ``"offloaded"`` to host memory.
-    edges : str
+    embedding_and_head : str
         The same for embedding and head, which pass through one staging buffer of their own. The planner's choice alone.
     num_staging_buffers : int
         Device buffers that offloaded blocks pass through. One staging buffer serialises upload, compute and offload;
@@ -60,7 +60,7 @@ class Residency(Axis):
             recorded_as="blocks",
         ),
     ] = "resident"
-    edges: Annotated[
+    embedding_and_head: Annotated[
         Literal["resident", "offloaded"],
         Setting(
             help="Where the embeddings and the LM head live between uses.", changes=_ROUNDING, planned=True
@@ -115,22 +115,22 @@ class Residency(Axis):
             yield "no overlap"
         if not self.reuse_staging_buffers:
             yield "staging buffers allocated anew"
-        if self.edges == "offloaded":
+        if self.embedding_and_head == "offloaded":
             yield "embedding and head offloaded"
         if plan.is_transfer_lossy:
             yield f"{plan.transfer_dtype} transfers (lossy)"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not move, or not so."""
-        if self.edges == "offloaded" and self.blocks == "resident":
-            yield "edges=offloaded needs blocks=offloaded", "offload the blocks as well"
-        if self.edges == "offloaded" and plan.model.tied_head:
+        if self.embedding_and_head == "offloaded" and self.blocks == "resident":
+            yield "embedding_and_head=offloaded needs blocks=offloaded", "offload the blocks as well"
+        if self.embedding_and_head == "offloaded" and plan.model.tied_head:
             yield (
                 (
-                    f"{plan.model.name} shares one table between embeddings and LM head, so edges=offloaded "
+                    f"{plan.model.name} shares one table between embeddings and LM head, so embedding_and_head=offloaded "
                     "frees no memory"
                 ),
-                "use edges=resident",
+                "use embedding_and_head=resident",
             )
         if FORMATS[plan.transfer_dtype].element_bytes > FORMATS[plan.weights.dtype].element_bytes:
             yield (

@@ -364,7 +364,10 @@ READING = "executors.device_scalars:ScalarReading"
 BOUNDARIES = "executors.steps.ops.codec:BoundaryActions"
 EXCHANGES = "executors.steps.ops.exchange:Exchanges"
 SWEEP = "executors.steps.arithmetic:Sweeper.update"
-UNTIED = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
+UNTIED = {
+    "residency": {"blocks": "offloaded", "embedding_and_head": "offloaded"},
+    "schedule": {"update": "delayed"},
+}
 
 
 def handing_on(event_of):

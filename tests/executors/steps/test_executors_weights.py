@@ -30,7 +30,10 @@ PLACEMENTS = {
 AHEAD = {f"{name}-ahead": placement | {"perturbations": placement.get("perturbations", {}) | {"sampled_ahead": True}}
          for name, placement in PLACEMENTS.items()}  # fmt: skip
 PLACEMENTS |= AHEAD
-EDGES = {"residency": {"blocks": "offloaded", "edges": "offloaded"}, "schedule": {"update": "delayed"}}
+EDGES = {
+    "residency": {"blocks": "offloaded", "embedding_and_head": "offloaded"},
+    "schedule": {"update": "delayed"},
+}
 QUICK = ("sweep", "resident-delayed", "offloaded-ahead", "sweep-kept-ahead")
 RATE = 1e-2
 
