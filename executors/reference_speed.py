@@ -1,8 +1,8 @@
 """The pace of a machine: how long a reference computation takes now, against its shortest.
 
 A core that shares its hardware with another tenant's does less: on virtual machines, a physical core's two threads may belong to
-two guests, and nothing tells a guest (no load, no stolen time) but its own pace. It changes within tenths of a second, and
-how often, within minutes. So measurements are kept apart by the pace around them, and predictions are made for a pace.
+two guests, and nothing tells a guest (no load, no stolen time) but its own speed. It changes within tenths of a second, and
+how often, within minutes. So measurements are kept apart by the slowdown around them, and predictions are made for a pace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 UNDISTURBED = 1.15
-"""Times the shortest that the reference takes at most at full pace; at half a core's hardware it takes 1.5 times as long."""
+"""Times the shortest that the reference takes at most at full speed; at half a core's hardware it takes 1.5 times as long."""
 
 _SHORTEST = 0.01
-"""Part of the references that are taken to be at full pace, whatever the rest."""
+"""Part of the references that are taken to be at full speed, whatever the rest."""
 
 _NUM, _NUM_PASSES = 1 << 14, 20
 """Half of what torch gives a thread at least, and in a core's own cache."""
@@ -28,7 +28,7 @@ INTERVAL_S = 0.1
 """About a step: a step sees the mean pace of so long."""
 
 _SPELL = 10
-"""Windows in about a second, of which a run's steps see the median pace."""
+"""Intervals in about a second, of which a run's steps see the median slowdown."""
 
 
 class Reference:
@@ -52,7 +52,7 @@ class Reference:
 
 
 def full_speed_s(seconds: Sequence[float]) -> float:
-    """Return what the reference takes at full pace, where it took these `seconds` at various times.
+    """Return what the reference takes at full speed, where it took these `seconds` at various times.
 
     Notes
     -----
@@ -64,7 +64,7 @@ def full_speed_s(seconds: Sequence[float]) -> float:
 
 
 def slowdown_of(intervals: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median pace of windows of time, and the range of about a second's, all but a twentieth on either side."""
+    """Return the median slowdown of windows of time, and the range of about a second's, all but a twentieth on either side."""
     ratios = np.maximum(intervals, 1.0)
     spells = [float(np.median(spell)) for spell in np.array_split(ratios, max(1, len(ratios) // _SPELL))]
     low, high = np.quantile(spells, (0.05, 0.95))

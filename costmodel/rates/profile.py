@@ -36,7 +36,10 @@ RENAMED: Mapping[str, str] = {
     "constants.name=quant_rate.moves*": "quant_rate.updates*",
     "constants.name=draw_rate.*": "sampling_rate.*",
     "constants.name=shared_draw_part*": "shared_sampling_part*",
-    "constants.name=pace_part.draws": "pace_part.sampling",
+    "constants.name=pace_part.draws": "slowdown_part.sampling",
+    "constants.name=pace_part.*": "slowdown_part.*",
+    "constants.name=pace_s": "reference_s",
+    "constants.name=pace": "slowdown",
     "device_kind": "device_type",
 }
 """Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""
@@ -156,8 +159,8 @@ CONSTANT_UNITS: dict[str, str] = {
     How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
     then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
     the same.
-``pace_s``, ``slowdown``, ``pace_part.<kind of work>``
-    What a reference computation takes at full pace, how many times as long it took at the pace that the rates are for, and
+``reference_s``, ``slowdown``, ``slowdown_part.<type of work>``
+    What a reference computation takes at full speed, how many times as long it took at the speed that the rates are for, and
     the part of that slowing that a kind of work sees: see :mod:`costmodel.rates.slowdown`.
 ``message_s``, ``loopback_bandwidth``, ``busy_latency_s``, ``busy_core_s``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between

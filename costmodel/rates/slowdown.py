@@ -2,7 +2,7 @@
 
 Cores of a virtual machine may be hardware threads whose siblings belong to other tenants: while those are busy, everything takes
 longer, and kinds of work unlike. A profile holds the pace that its rates are for, as times what a reference computation
-takes at full pace, and how far each kind of work follows the reference.
+takes at full speed, and how far each kind of work follows the reference.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Slowdown:
     Attributes
     ----------
     fast_s : float
-        What the reference takes at full pace.
+        What the reference takes at full speed.
     ratio, low, high : float
         Median of what it took, over that, and the range of this over seconds of the calibration.
     parts : mapping of str to float
@@ -72,8 +72,8 @@ class Slowdown:
 
 
 def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
-    """Return a profile of rates at full pace as one at the pace of its calibration, which it then knows."""
-    source = "what a reference computation takes at full pace"
+    """Return a profile of rates at full speed as one at the pace of its calibration, which it then knows."""
+    source = "what a reference computation takes at full speed"
     constants = [_constant("reference_s", slowdown.fast_s, slowdown.fast_s, slowdown.fast_s, source)]
     source = "median time of the reference while calibrating, over that"
     constants.append(_constant("slowdown", 1.0, 1.0, max(1.0, slowdown.high), source))
@@ -87,7 +87,7 @@ def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
 
 
 def at_slowdown(profile: Profile, ratio: float) -> Profile:
-    """Return what a profile says at a pace, as times what the reference takes at full pace.
+    """Return what a profile says at a slowdown, as times what the reference takes at full speed.
 
     Parameters
     ----------

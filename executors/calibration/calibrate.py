@@ -40,7 +40,7 @@ _SLOWED = 1.3
 """Times the shortest from which the reference says how far other work follows it."""
 
 _FAR = 3.0
-"""What took so many times the shortest met a process of this machine, which is no matter of pace."""
+"""What took so many times the shortest met a process of this machine, which is no matter of slowdown."""
 
 _LOST = 2.0
 """A probe that others kept from more than half of what it needs tells only how long its work takes at most."""
@@ -61,7 +61,7 @@ _KINDS: Mapping[str, WorkType] = {
 _MOST_WAITED, _WAITED = 0.99, 0.05
 _NUM_WARM = 3
 _PATIENCE = 2.0
-"""Times the budget that may pass until all probes have seen full pace."""
+"""Times the budget that may pass until all probes have seen full speed."""
 
 OnRound = Callable[[float], None]
 """Called with the share of the budget that is spent."""
@@ -80,7 +80,7 @@ class _Samples:
     """Part of each in which a thread of it waited for a core."""
 
     def delays(self, fast_s: float) -> list[float]:
-        """Return how many times as long each took as alone at full pace, at which the reference takes `fast_s`, as far as one can tell."""
+        """Return how many times as long each took as alone at full speed, at which the reference takes `fast_s`, as far as one can tell."""
         shortest_s = min(self.seconds)
         return [
             max(max(pair) / fast_s / (1 - wait), second / shortest_s if second > _FAR * shortest_s else 0.0)
@@ -93,7 +93,7 @@ class _Samples:
         return ranked[: max(_LEAST_ROUNDS, self.num_undisturbed(fast_s))]
 
     def num_undisturbed(self, fast_s: float) -> int:
-        """Return how many were alone and at full pace."""
+        """Return how many were alone and at full speed."""
         return sum(delay <= UNDISTURBED for delay in self.delays(fast_s))
 
 
@@ -135,7 +135,7 @@ def calibrate(
     Notes
     -----
     All probes run once per round, and rounds repeat until the budget is spent, so a disturbance meets every
-    probe alike instead of all samples of one. On a CPU those samples are kept (at least three) that were at full pace, as a
+    probe alike instead of all samples of one. On a CPU those samples are kept (at least three) that were at full speed, as a
     reference before and after each tells, and that waited for no core, as the kernel tells: their median. What others
     disturbed all the time is marked as a bound.
     torch's number of threads and gradient mode are as before afterwards, its generators untouched.

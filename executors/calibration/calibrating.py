@@ -193,7 +193,7 @@ def at_one_slowdown(
     kernels : callable
         Measures single operations, and the pace meanwhile.
     whole_steps : callable
-        Measures steps, given what the reference takes at full pace.
+        Measures steps, given what the reference takes at full speed.
 
     Notes
     -----
@@ -220,7 +220,7 @@ def at_one_slowdown(
 
 
 def _change(slowdown: Slowdown | None, steps: Sequence[WholeStep]) -> float:
-    """Return what the reference took at its fastest beside steps, over what it takes at full pace."""
+    """Return what the reference took at its fastest beside steps, over what it takes at full speed."""
     references_s = [second for step in steps for second in step.references_s]
     return full_speed_s(references_s) / slowdown.fast_s if slowdown and references_s else 1.0
 
@@ -255,7 +255,7 @@ def fitted(
 
     Notes
     -----
-    Constants are fitted at full pace, and the profile is at the pace of the calibration, if one is given. Intervals hold
+    Constants are fitted at full speed, and the profile is at the pace of the calibration, if one is given. Intervals hold
     steps as they were taken, disturbed or not, as they would have been in its faster and its slower seconds, and, on a CPU,
     as another calibration would have it: all predictions share that error, and the steps of this one cannot show it. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how
     far off it is for steps that it has not seen: that decides the width of its intervals, and is what is reported. Where others

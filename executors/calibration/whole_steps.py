@@ -54,7 +54,7 @@ _LEAST_STEPS, _MOST_STEPS = 4, 60
 _LEAST_KEPT = 3
 _LEAST_SHAPES = 6
 _PATIENCE = 3.0
-"""Times its part of the budget that a shape may take until it has seen steps at full pace."""
+"""Times its part of the budget that a shape may take until it has seen steps at full speed."""
 
 
 @dataclass(frozen=True)
@@ -181,15 +181,15 @@ class WholeStep:
     name : str
     program : Program
     seconds : float
-        Median time from the end of one step to the end of the next, of steps at full pace.
+        Median time from the end of one step to the end of the next, of steps at full speed.
     gap_s : float
         Median time between the last computation of a step and the first of the next.
     pause_s : float
         Mean time between one computation of a step and the next, where it does not wait for anything else.
     timeline : Timeline or None
-        Spans of the steps at full pace.
+        Spans of the steps at full speed.
     slowing : float
-        Median of all steps' seconds over that of those at full pace.
+        Median of all steps' seconds over that of those at full speed.
     references_s : tuple of float
         What the reference took beside the steps.
     foreign_cores : float
@@ -233,7 +233,7 @@ def measure_steps(
         Time for timed steps, of which each shape gets its part. Of the later shapes those are left out that a multiple of
         it has no time for.
     fast_s : float, optional
-        What the reference of :mod:`executors.reference_speed` takes at full pace, to tell which steps were taken at it.
+        What the reference of :mod:`executors.reference_speed` takes at full speed, to tell which steps were taken at it.
     on_share : callable, optional
         Called with the share of the shapes that are done.
 

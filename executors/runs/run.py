@@ -354,7 +354,9 @@ class Run:
         self._due(session)
         if self.settings.run.device == "cpu" and self.settings.num_steps - session.num_steps >= _PACED_STEPS:
             # Rank 0 alone: ranks that measure at the same time would see each other.
-            self.reference_s = self._on_rank_0(partial(reference_now_s, _REFERENCE_S), "measuring the pace")
+            self.reference_s = self._on_rank_0(
+                partial(reference_now_s, _REFERENCE_S), "measuring the slowdown"
+            )
         begun: deque[BegunStep] = deque()
         # Steps that the log has are run again to the last one, also where fewer are asked for by now.
         last = max(self.settings.num_steps, len(self.records) + len(self._unverified))

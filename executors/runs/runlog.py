@@ -228,6 +228,8 @@ RENAMED: Mapping[str, str] = {
     "run.identity.num_slots": "num_staging_buffers",
     "run.identity.residency.num_slots": "num_staging_buffers",
     "run.identity.cuts": "split_points",
+    "run.identity.edges": "embedding_and_head",
+    "run.identity.residency.edges": "embedding_and_head",
     "run.identity.split.cuts": "split_points",
     "run.identity.cut_blocks": "split_blocks",
 }

@@ -8,7 +8,11 @@ import pytest
 
 import zosim
 from costmodel.models.configs import read_model_spec
+from costmodel.rates.profile import Profile
+from costmodel.rates.slowdown import Slowdown, with_slowdown
 from executors.runs.runlog import upgrade as upgraded_header
+from topology.hardware import resolve
+from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
 from zosim.plans import Mesh, Placement, Plan, Split
 from zosim.program.program_set import ProgramSet
@@ -39,6 +43,23 @@ def staged() -> Plan:
 def test_a_plan_with_cuts_has_split_points(staged: Plan) -> None:
     old = renamed(staged.model_dump(mode="json"), {"split_points": "cuts", "split_blocks": "cut_blocks"})
     assert Plan.model_validate(old) == staged
+
+
+def test_a_plan_with_edges_has_embedding_and_head(staged: Plan) -> None:
+    old = renamed(staged.model_dump(mode="json"), {"embedding_and_head": "edges"})
+    assert "edges" in old["residency"]
+    assert Plan.model_validate(old) == staged
+
+
+def test_a_profile_with_a_pace_has_a_slowdown() -> None:
+    profile = Profiles(resolve("cpu-laptop")).of("cpu0")
+    names = {"reference_s": "pace_s", "slowdown": "pace", "slowdown_part.products": "pace_part.products"}
+    slowed = with_slowdown(profile, Slowdown(1e-4, 1.2, 1.0, 1.5, {"products": 0.5}))
+    old = slowed.model_dump(mode="json")
+    assert {constant["name"] for constant in old["constants"]} >= set(names)
+    for constant in old["constants"]:
+        constant["name"] = names.get(constant["name"], constant["name"])
+    assert Profile.model_validate(old) == slowed
 
 
 def test_programs_whose_messages_cross_a_cut_load(staged: Plan) -> None:

@@ -16,6 +16,7 @@ RENAMED: Mapping[str, str] = {
     "residency.reuse_slots": "reuse_staging_buffers",
     "directions.drawn_ahead": "sampled_ahead",
     "split.cuts": "split_points",
+    "residency.edges": "embedding_and_head",
     "directions": "perturbations",
     "low_bits.direction_bits": "perturbation_bits",
     "low_bits.update_rounding=query": "perturbation",
