@@ -12,7 +12,7 @@ _THREADS = Path("/proc/self/task")
 
 SLOWER = 1.25
 """A sample slower than the fastest by more than this met another process, and does not count: with several threads,
-which wait for each other, one such meeting costs a scheduler's time slice, many times what is measured."""
+which wait for each other, one such synchronization costs a scheduler's time slice, many times what is measured."""
 
 
 class OtherLoad:

@@ -204,14 +204,14 @@ _VISITS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 def _experts(segmented: SegmentedModel, hidden: int, num_per_token: int | None) -> Experts | None:
     """Return the experts of a model's blocks; None where it has none that lie in one tensor, as transformers keeps them."""
-    found = [
+    expert_modules = [
         [module for module in block.modules() if getattr(getattr(module, "down_proj", None), "ndim", 0) == 3]
         for block in segmented.blocks
     ]
-    first = next((number for number, modules in enumerate(found) if modules), None)
+    first = next((number for number, modules in enumerate(expert_modules) if modules), None)
     if first is None:
         return None
-    weight: Any = found[first][0].down_proj
+    weight: Any = expert_modules[first][0].down_proj
     shared = [
         module.in_features
         for path, module in segmented.blocks[first].named_modules()
@@ -223,7 +223,7 @@ def _experts(segmented: SegmentedModel, hidden: int, num_per_token: int | None) 
         num_per_token=min(num_per_token or weight.shape[0], weight.shape[0]),
         intermediate_size=weight[0].numel() // hidden,
         shared_size=sum(shared),
-        dense_blocks=tuple(number for number, modules in enumerate(found) if not modules),
+        dense_blocks=tuple(number for number, modules in enumerate(expert_modules) if not modules),
     )
 
 

@@ -183,7 +183,7 @@ class MissingRanks:
         return self.named(range(size), f"rank {self.rank} could not join the others of {size} ranks")
 
     def _absent(self, members: Sequence[int]) -> list[int]:
-        """Return the ranks that keep `members` from meeting: all ranks that live answer within a short time."""
+        """Return the ranks that keep `members` from their rendezvous: all ranks that live answer within a short time."""
         others = [rank for rank in members if rank != self.rank]
         if not others:
             return []

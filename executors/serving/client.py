@@ -71,7 +71,7 @@ class RemoteServer:
         known = self._declared_digest or self._root
         if known not in (None, digest or root):
             raise RunError(
-                f"the engine at {self.url} has changed its base: {digest or root} instead of {known}",
+                f"the server at {self.url} has changed its base: {digest or root} instead of {known}",
                 hint="restart it with the base of the tuning; the log has all steps until here",
             )
         self._declared_digest, self.base_dtype = digest, declared.get("base_dtype")
@@ -143,7 +143,7 @@ class RemoteServer:
         named = answer.get("model") if isinstance(answer, dict) else None
         if named not in (None, body["model"]):
             raise RunError(
-                f"the engine at {self.url} was asked for {body['model']!r} and answered for {str(named)[:120]!r}",
+                f"the server at {self.url} was asked for {body['model']!r} and answered for {str(named)[:120]!r}",
                 hint="a proxy in between may route requests elsewhere",
             )
         return answer
@@ -177,7 +177,7 @@ class RemoteServer:
             )
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
             raise RunError(
-                f"the engine at {self.url} returned log-probabilities that are not finite",
+                f"the server at {self.url} returned log-probabilities that are not finite",
                 hint="a token may be impossible, the weights or the adapter damaged, or --lr or --eps too large",
             )
         return [float(value) for value in values]
@@ -197,7 +197,7 @@ class RemoteServer:
                 "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, so that adapters "
                 "can be loaded"
             )
-        raise kind(f"the engine at {self.url} refused {path} ({status}): {str(message)[:300]}", hint=hint)
+        raise kind(f"the server at {self.url} refused {path} ({status}): {str(message)[:300]}", hint=hint)
 
     def _strange(self, path: str, answer: object) -> RunError:
         return RunError(

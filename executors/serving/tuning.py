@@ -69,7 +69,7 @@ class TuningSettings:
             raise RunError(
                 f"--max-rank {self.max_rank} is too small for a closed increment, an open one and a "
                 f"perturbation, each of rank {self.rank}",
-                hint=f"use --max-rank {3 * self.rank} or more, and let the engine take as much",
+                hint=f"use --max-rank {3 * self.rank} or more, and let the server take as much",
             )
 
 
@@ -146,7 +146,7 @@ class Tuning:
         own = None if served is None else digest_of_files(model, self.runner.base_dtype)
         if own not in (None, served):
             raise RunError(
-                f"{model} has weights of digest {own}, but the engine serves a base of digest {served}",
+                f"{model} has weights of digest {own}, but the server serves a base of digest {served}",
                 hint="give --model the directory that is served, or serve that directory",
             )
 
@@ -168,9 +168,9 @@ class Tuning:
             known, served = recorded.get(BASE_DIGEST), self.runner.base_digest
             if known is not None and served is not None and known != served:
                 raise RunError(
-                    f"{self.directory} was tuned on weights of digest {known}, but the engine serves a base of "
+                    f"{self.directory} was tuned on weights of digest {known}, but the server serves a base of "
                     f"digest {served}",
-                    hint="start the engine with the base of the tuning, or give another --out",
+                    hint="start the server with the base of the tuning, or give another --out",
                 )
         else:
             facts = {"model": str(model), BASE_DIGEST: self.runner.base_digest, BASE: base}

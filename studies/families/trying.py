@@ -140,8 +140,8 @@ def _staged(model: nn.Module) -> str:
 
 def _packed(model: nn.Module) -> str:
     attach(model, "linears")
-    directions = {"distribution": "lozo", "rank": 2, "lazy_steps": 2}
-    plan = _plan(model, directions=directions, weights={"perturbation": "adapters", "dtype": "float32"})
+    perturbations = {"distribution": "lozo", "rank": 2, "lazy_steps": 2}
+    plan = _plan(model, perturbations=perturbations, weights={"perturbation": "adapters", "dtype": "float32"})
     with Session(plan, model, learning_rate=RATE) as session:
         for batch in batches(_vocab(model)):
             session.step(batch)

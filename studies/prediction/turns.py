@@ -27,7 +27,7 @@ _LONGEST_TURN_S = 240.0
 
 
 class Baton:
-    """Lets two parties of processes take turns: files in a folder say how many turns are over."""
+    """Lets two groups of processes take turns: files in a folder say how many turns are over."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -38,7 +38,7 @@ class Baton:
         Raises
         ------
         RunError
-            If that takes too long: the other party has failed.
+            If that takes too long: the other group has failed.
         """
         until = time.monotonic() + _LONGEST_TURN_S
         while number and not (self._folder / str(number)).exists():
@@ -56,7 +56,7 @@ def measure_in_turn(cases: Sequence[Case], *, topology: str, device: str) -> lis
 
     Notes
     -----
-    The two parties make their sessions one after the other, too. A process that waits for its turn sleeps.
+    The two groups make their sessions one after the other, too. A process that waits for its turn sleeps.
     """
     alone = tuple(case for case in cases if case.num_ranks == 1)
     of_ranks = tuple(case for case in cases if case.num_ranks > 1)
@@ -102,7 +102,7 @@ def _take_turns(
 
 
 def _end(baton: Baton, number: int) -> None:
-    """End a turn once all of this party have."""
+    """End a turn once all of this group have."""
     if dist.is_initialized():
         dist.barrier()
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -28,7 +28,6 @@ SEVERAL_IDEAS = {
     "Communicator": "NCCL's, as the cost model has it, and the one that ranks exchange by",
     "Context": "of operations in the interpreter, and of a check's outcome",
     "Estimate": "of a check's statistic, and of a gradient in a study",
-    "Part": "of a buffer, and of a page in a study",
     "Request": "to the planner, and to a server",
     "Setting": "of a plan's field, and the surroundings of a study",
 }
