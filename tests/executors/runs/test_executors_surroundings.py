@@ -20,7 +20,7 @@ from tests.support.forked import Command
 from tests.support.recorded import options, same
 from topology.errors import refusal_of_machine
 
-QUERIES = ("--queries", 8)
+QUERIES = ("--num-perturbations", 8)
 """Rows of a step that do not all go to one page of a disk's memory."""
 
 
