@@ -19,30 +19,30 @@ class DeviceScalar:
     Parameters
     ----------
     reading : ScalarReading
-    place : int
+    index : int
         Which of its numbers.
     steps : tuple
     """
 
-    __slots__ = ("_place", "_reading", "_steps")
+    __slots__ = ("_index", "_reading", "_steps")
 
-    def __init__(self, reading: ScalarReading, place: int, steps: _Steps = ()) -> None:
-        self._reading, self._place, self._steps = reading, place, steps
+    def __init__(self, reading: ScalarReading, index: int, steps: _Steps = ()) -> None:
+        self._reading, self._index, self._steps = reading, index, steps
 
     def __mul__(self, factor: float) -> DeviceScalar:
         return (
-            self if factor == 1 else DeviceScalar(self._reading, self._place, (*self._steps, ("*", factor)))
+            self if factor == 1 else DeviceScalar(self._reading, self._index, (*self._steps, ("*", factor)))
         )
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> DeviceScalar:
         return (
-            self if divisor == 1 else DeviceScalar(self._reading, self._place, (*self._steps, ("/", divisor)))
+            self if divisor == 1 else DeviceScalar(self._reading, self._index, (*self._steps, ("/", divisor)))
         )
 
     def __float__(self) -> float:
-        number = self._reading.numbers()[self._place]
+        number = self._reading.numbers()[self._index]
         for kind, other in self._steps:
             number = number * other if kind == "*" else number / other
         return number
@@ -57,7 +57,7 @@ class DeviceScalar:
             rounds once. One without axes would be rounded to `dtype` first.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return self._reading.factor(self._place, self._steps, wide)
+        return self._reading.factor(self._index, self._steps, wide)
 
 
 class ScalarReading:
@@ -80,7 +80,7 @@ class ScalarReading:
 
     def scalars(self) -> list[DeviceScalar]:
         """Return the numbers, one by one."""
-        return [DeviceScalar(self, place) for place in range(len(self._there))]
+        return [DeviceScalar(self, index) for index in range(len(self._there))]
 
     def numbers(self) -> list[float]:
         """Return the numbers of the host, once they are there."""
@@ -90,13 +90,13 @@ class ScalarReading:
             self._numbers = self._here.double().tolist()
         return self._numbers
 
-    def factor(self, place: int, steps: _Steps, dtype: torch.dtype) -> Tensor:
+    def factor(self, index: int, steps: _Steps, dtype: torch.dtype) -> Tensor:
         """Return one of the numbers on its device, multiplied and divided in float64, in a format."""
-        key = place, steps, dtype
+        key = index, steps, dtype
         if key not in self._factors:
             # It was made on one stream, and may be used on another.
             self._there.record_stream(torch.accelerator.current_stream(self._there.device))
-            number = self._there[place : place + 1]
+            number = self._there[index : index + 1]
             for kind, other in steps:
                 wide = number.double()
                 # By a tensor: of a number of the host, a device may multiply by the reciprocal, and lose a bit.

@@ -136,7 +136,7 @@ class _Forest:
     least_saved: float
     runs: list[_PackedRun] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
-    num_places: int = 0
+    num_positions: int = 0
 
     def grow(self) -> None:
         """Cut the rows into runs, and note the place of every row's tokens."""
@@ -166,8 +166,8 @@ class _Forest:
             self._grow(list(same), begin)
 
     def _add(self, rows: Sequence[int], begin: int, end: int) -> None:
-        run = _PackedRun(begin, self.rows[rows[0]][begin:end], list(self.places[rows[0]]), self.num_places)
-        self.num_places += end - begin
+        run = _PackedRun(begin, self.rows[rows[0]][begin:end], list(self.places[rows[0]]), self.num_positions)
+        self.num_positions += end - begin
         self.runs.append(run)
         for row in rows:
             self.places[row] = [*self.places[row], *run.places]
@@ -215,7 +215,7 @@ def pack(
         least_saved,
     )
     forest.grow()
-    flat = [(0, 0)] * forest.num_places
+    flat = [(0, 0)] * forest.num_positions
     for run in forest.runs:
         for offset, token in enumerate(run.tokens):
             flat[run.first + offset] = (token, run.begin + offset)
@@ -365,8 +365,8 @@ def packed_attention(
             "not support",
             hint="use --weights serial or copies",
         )
-    num_points, num_heads, num_places, width = query.shape
-    out = query.new_empty((num_points, num_places, num_heads, width))
+    num_points, num_heads, num_positions, width = query.shape
+    out = query.new_empty((num_points, num_positions, num_heads, width))
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     # cuDNN plans each new shape for tens of milliseconds of the host, and nearly every batch has runs of other lengths:
     # these kernels take any shape at once.

@@ -46,16 +46,16 @@ def shared_gloo() -> str:
     return BACKEND
 
 
-def _made(places: Any, _options: object) -> dist.ProcessGroupGloo:
+def _made(positions: Any, _options: object) -> dist.ProcessGroupGloo:
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     group = gloo_group(
-        places.store,
-        places.group_rank,
-        places.group_size,
-        places.timeout,
+        positions.store,
+        positions.group_rank,
+        positions.group_size,
+        positions.timeout,
         lambda: [_device(interface.strip()) for interface in interfaces],
     )
-    refuse_unauthenticated_peers(group, places.store, places.group_rank, places.group_size)
+    refuse_unauthenticated_peers(group, positions.store, positions.group_rank, positions.group_size)
     return group
 
 
@@ -140,16 +140,16 @@ class DuplexPair:
 
     Parameters
     ----------
-    place : int
+    position : int
         Of this rank among the two.
     groups : sequence of torch.distributed.ProcessGroup
         Of both ranks: over the first the first rank sends, over the second the second.
     """
 
-    def __init__(self, place: int, groups: Sequence[Any]) -> None:
-        self._place = place
+    def __init__(self, position: int, groups: Sequence[Any]) -> None:
+        self._position = position
         # Their own messages, not those of `torch.distributed`: calibration has no other groups.
-        self._sending, self._receiving = groups[place], groups[1 - place]
+        self._sending, self._receiving = groups[position], groups[1 - position]
         self._peer = 1 - self._sending.rank()
 
     @classmethod
@@ -170,9 +170,9 @@ class DuplexPair:
     def all_gather(self, gathered: Tensor, own: Tensor) -> None:
         """Fill `gathered`, of the host, with both ranks' `own`, which may be this rank's half of it."""
         rows = gathered.view(_PAIR, -1)
-        coming = self._receiving.recv([rows[1 - self._place]], self._peer, 0)
+        coming = self._receiving.recv([rows[1 - self._position]], self._peer, 0)
         going = self._sending.send([own.view(-1)], self._peer, 0)
-        mine = rows[self._place]
+        mine = rows[self._position]
         if mine.data_ptr() != own.data_ptr():
             mine.copy_(own.view(-1))
         coming.wait()
@@ -180,7 +180,7 @@ class DuplexPair:
 
 
 def doubling_all_gather(
-    gathered: Tensor, own: Tensor, members: Sequence[int], place: int, group: dist.ProcessGroup | None
+    gathered: Tensor, own: Tensor, members: Sequence[int], position: int, group: dist.ProcessGroup | None
 ) -> None:
     """Fill host tensor `gathered` with every member's `own`, in order, in a logarithmic number of rounds.
 
@@ -189,7 +189,7 @@ def doubling_all_gather(
 
     Parameters
     ----------
-    place : int
+    position : int
         Of this rank among them.
 
     References
@@ -204,11 +204,11 @@ def doubling_all_gather(
     held = 1
     while held < size:
         count = min(held, size - held)
-        coming = dist.irecv(rows[held : held + count], members[(place + held) % size], group=group)
-        going = dist.isend(rows[:count], members[(place - held) % size], group=group)
+        coming = dist.irecv(rows[held : held + count], members[(position + held) % size], group=group)
+        going = dist.isend(rows[:count], members[(position - held) % size], group=group)
         for work in (coming, going):
             assert work is not None  # this rank is a member
             work.wait()
         held += count
     # Rows are counted from this rank on; members from the first.
-    gathered.view(size, -1).copy_(rows.roll(place, 0))
+    gathered.view(size, -1).copy_(rows.roll(position, 0))

@@ -23,7 +23,7 @@ from executors.ranks.stale_files import hold, remove_stale_files
 from topology.errors import RunError, ZosimError
 from topology.reading import read_json_object
 
-_PLACE_BYTES, _LINE_BYTES = 256, 256
+_STAGE_BYTES, _LINE_BYTES = 256, 256
 DIRECTORY_VARIABLE = "ZOSIM_LAUNCH_DIRECTORY"
 PREFIX = "zosim-launch-"
 
@@ -67,18 +67,18 @@ class LastReport:
 
     Attributes
     ----------
-    place : str
+    stage : str
         Its stage in words, "" where the model is not split.
     line : str
         The last instruction that it began, "" if none.
     """
 
-    place: str = ""
+    stage: str = ""
     line: str = ""
 
     def of(self, rank: int) -> str:
         """Describe the rank, with its stage."""
-        return f"rank {rank}" + (f" ({self.place})" if self.place else "")
+        return f"rank {rank}" + (f" ({self.stage})" if self.stage else "")
 
 
 class Progress:
@@ -92,16 +92,16 @@ class Progress:
 
     def __init__(self, path: str | Path) -> None:
         with Path(path).open("w+b") as file:
-            file.truncate(_PLACE_BYTES + _LINE_BYTES)
-            self._memory = mmap.mmap(file.fileno(), _PLACE_BYTES + _LINE_BYTES)
+            file.truncate(_STAGE_BYTES + _LINE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), _STAGE_BYTES + _LINE_BYTES)
 
-    def place(self, text: str) -> None:
+    def stage(self, text: str) -> None:
         """Note which stage of the model this rank holds."""
-        self._memory[:_PLACE_BYTES] = _padded(text, _PLACE_BYTES)
+        self._memory[:_STAGE_BYTES] = _padded(text, _STAGE_BYTES)
 
     def note(self, text: str) -> None:
         """Note the instruction that this rank is running."""
-        self._memory[_PLACE_BYTES:] = _padded(text, _LINE_BYTES)
+        self._memory[_STAGE_BYTES:] = _padded(text, _LINE_BYTES)
 
     @staticmethod
     def read(path: str | Path) -> LastReport:
@@ -110,7 +110,7 @@ class Progress:
             content = Path(path).read_bytes()
         except OSError:
             return LastReport()
-        parts = content[:_PLACE_BYTES], content[_PLACE_BYTES:]
+        parts = content[:_STAGE_BYTES], content[_STAGE_BYTES:]
         return LastReport(*(part.rstrip(b"\0").decode(errors="replace") for part in parts))
 
 

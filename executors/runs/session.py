@@ -176,7 +176,7 @@ class Session:
             is_allocated = any(isinstance(item.op, Allocate) for _, item in self.program.instructions())
             refuse_graphs(self.device, keeps_buffers=not is_allocated)
         if (progress := progress_of_this_rank()) is not None:
-            progress.place(stage_of(plan, self.rank))
+            progress.stage(stage_of(plan, self.rank))
             backend.note = progress.note
         prepare(model, plan, self.device)
         self.header = header_of(

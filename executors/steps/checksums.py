@@ -33,7 +33,7 @@ _NEVER = torch.iinfo(torch.int64).max
 
 AT_REST = "at rest"
 
-Place = tuple[str, int, str]
+Location = tuple[str, int, str]
 """Buffer, first byte, and name of the weights there."""
 
 
@@ -96,7 +96,7 @@ class WeightChecksums:
             _name(access): program.process_groups[access.share] for access in self._at_rest if access.share
         }
         self._share_of = {_name(access): access.share for access in self._at_rest}
-        self._checksums: dict[Place, Tensor] = {}
+        self._checksums: dict[Location, Tensor] = {}
         # By instruction and weights: the first step in which each share had other bits.
         self._first: dict[tuple[str, str], Tensor] = {}
         # Of every block that left its staging buffer for a copy that ranks share, as this rank computed it.
@@ -107,7 +107,7 @@ class WeightChecksums:
         """Take checksums of what the first step reads, once the weights are loaded."""
         for access in self._initial:
             if self._every_change or access.buffer in self._shared:
-                self._checksums[_place(access)] = self._checksum(access)
+                self._checksums[_location(access)] = self._checksum(access)
 
     def watched(self, phase: Phase, instruction: Instruction, action: Action) -> Action:
         """Return `action` with checksums around it: carried by what copies weights, verified and taken by what changes them."""
@@ -121,7 +121,7 @@ class WeightChecksums:
         if not isinstance(
             op, Cast
         ):  # a point that is written to another place leaves the weights as they are
-            read = [access for access in read if _place(access) in map(_place, written)]
+            read = [access for access in read if _location(access) in map(_location, written)]
         if not read:
             return action
         where = f"{phase}/{instruction.id}"
@@ -132,9 +132,9 @@ class WeightChecksums:
             action(frame)
             for access in written:
                 if self._every_change:
-                    self._checksums[_place(access)] = self._checksum(access)
+                    self._checksums[_location(access)] = self._checksum(access)
                 else:
-                    self._checksums.pop(_place(access), None)
+                    self._checksums.pop(_location(access), None)
 
         return change
 
@@ -145,12 +145,12 @@ class WeightChecksums:
 
         def carry(frame: StepFrame) -> None:
             for read, write in pairs:
-                checksum = self._checksums.get(_place(read))
+                checksum = self._checksums.get(_location(read))
                 if checksum is None and write.buffer in self._shared:
                     checksum = self._checksum(read)
                 if checksum is None:
                     continue
-                self._checksums[_place(write)] = checksum
+                self._checksums[_location(write)] = checksum
                 if write.buffer in self._shared and _name(write) in self._left:
                     self._left[_name(write)].mul_(_FACTOR).add_(self._backend.borrow(checksum).sum())
             action(frame)
@@ -184,7 +184,7 @@ class WeightChecksums:
         )
 
     def _verify(self, access: Access, where: str, step: int) -> None:
-        expected = self._checksums.get(_place(access))
+        expected = self._checksums.get(_location(access))
         if expected is None:
             return
         present = self._checksum(access)
@@ -258,7 +258,7 @@ def _weights(num: int, device: torch.device, kept: Kept, less: int = 0) -> Tenso
     return kept[key]
 
 
-def _place(access: Access) -> Place:
+def _location(access: Access) -> Location:
     return access.buffer, access.offset_bytes, _name(access)
 
 

@@ -10,7 +10,7 @@ import simpy
 
 from zosim.hardware.machine import Activity
 from zosim.program.instructions import Instruction, Stream
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import RunNode, StepGraph
 from zosim.simulators.world import World
 
 
@@ -57,13 +57,13 @@ class _Model:
             if item.stream in before:
                 needed.append(self._done[rank, before[item.stream]])
             before[item.stream] = item.id
-            rendezvous = graph.rendezvous(Place(1, item.id))
+            rendezvous = graph.rendezvous(RunNode(1, item.id))
             arrivals = None
             if rendezvous is not None:
                 arrivals = self._came[rendezvous, self._world.process_groups[rendezvous[0]].part_of[rank]]
                 arrivals.append(self.env.event())
             activity = template.activities["step", item.id]
-            host_s = template.step_s if graph.opens_step(Place(1, item.id)) else 0.0
+            host_s = template.step_s if graph.opens_step(RunNode(1, item.id)) else 0.0
             self.env.process(self._run(rank, item, activity, streams[item.stream], needed, arrivals, host_s))
             self.num_processes += 1
 

@@ -14,7 +14,7 @@ from zosim.program import Program
 from zosim.program.instructions import Dependency, Instruction, Stream
 from zosim.program.operations import Collective, Copy, Scalar
 from zosim.program.program_set import ProgramSet
-from zosim.program.step_graph import Place
+from zosim.program.step_graph import RunNode
 from zosim.simulators.simulate import simulate_world
 from zosim.simulators.world import World
 
@@ -218,7 +218,7 @@ def run_times_of(world, num_steps):
     """Start and end of every instruction of a run, by rank and place, as if nothing were shared."""
     recurrence = Recurrence(world, num_steps)
     return {
-        (rank, Place(position, name)): times
+        (rank, RunNode(position, name)): times
         for position in range(num_steps + 2)
         for (rank, name), times in recurrence.advance().items()
     }

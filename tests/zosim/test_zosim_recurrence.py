@@ -23,7 +23,7 @@ from topology.errors import ProgramError
 from zosim.applications.closed_form import step_time_bound, step_time_bound_of
 from zosim.program.instructions import Dependency
 from zosim.program.program_set import ProgramSet
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import RunNode, StepGraph
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many
 from zosim.simulators.simulate import simulate
@@ -38,7 +38,7 @@ def test_closed_form_and_simulator_agree_wherever_nothing_is_shared(whole, num_s
     expected = run_times(whole, machine, num_steps)
     assert len(expected) == len(timeline.spans)
     for span in timeline.spans:
-        place = Place(graph.position(span.phase, span.step), span.instruction)
+        place = RunNode(graph.position(span.phase, span.step), span.instruction)
         assert (span.start_s, span.end_s) == pytest.approx(expected[place], rel=1e-9, abs=1e-12)
 
 
@@ -56,7 +56,7 @@ def test_closed_form_is_a_lower_bound_where_something_is_shared(whole, num_cores
     graph = StepGraph(whole, 6)
     alone = run_times(whole, machine, 6)
     for span in timeline.spans:
-        place = Place(graph.position(span.phase, span.step), span.instruction)
+        place = RunNode(graph.position(span.phase, span.step), span.instruction)
         assert span.end_s >= alone[place][1] * (1 - 1e-9)
     if timeline.first_periodic_step > 1:
         assert simulate(whole, machine).step_time_s >= step_time_bound(whole, machine) * (1 - 1e-9)
@@ -82,7 +82,7 @@ def test_a_pipeline_without_enough_staging_buffers_is_bound_by_their_circuit():
 
 def test_a_dependency_listed_before_what_it_needs_is_followed_all_the_same():
     whole = program([instruction("a", "compute", 1.0, ["b"]), instruction("b", "h2d", 2.0)])
-    assert run_times(whole, unshared(), 1)[Place(1, "a")] == pytest.approx((2.0, 3.0))
+    assert run_times(whole, unshared(), 1)[RunNode(1, "a")] == pytest.approx((2.0, 3.0))
 
 
 def test_a_circle_is_named():
@@ -110,7 +110,7 @@ def test_several_ranks_agree_wherever_nothing_is_shared(ranks, num_steps):
     assert len(expected) == len(timeline.spans)
     for span in timeline.spans:
         position = StepGraph(world.program(span.rank), num_steps).position(span.phase, span.step)
-        place = Place(position, span.instruction)
+        place = RunNode(position, span.instruction)
         assert (span.start_s, span.end_s) == pytest.approx(expected[span.rank, place], rel=1e-9, abs=1e-12)
 
 

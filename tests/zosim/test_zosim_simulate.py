@@ -25,7 +25,7 @@ from zosim.hardware.machine import Machine
 from zosim.program.contents import ParamGroupWeights, Perturbation
 from zosim.program.instructions import Access, Buffer, Dependency, Space, Stream
 from zosim.program.operations import Allocate, Copy, Free
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import RunNode, StepGraph
 from zosim.simulators.simulate import simulate
 
 # Times are sums of a few durations: rounding alone.
@@ -199,7 +199,9 @@ def _every_step(whole, machine, num_steps):
 def test_streams_run_in_order_and_dependencies_are_kept(whole, is_shared):
     timeline = simulate(whole, shared(num_cores=1.0) if is_shared else unshared(), num_steps=4).expanded()
     graph = StepGraph(whole, 4)
-    spans = {Place(graph.position(span.phase, span.step), span.instruction): span for span in timeline.spans}
+    spans = {
+        RunNode(graph.position(span.phase, span.step), span.instruction): span for span in timeline.spans
+    }
     for place, span in spans.items():
         ends = [spans[before].end_s for before in graph.predecessors(place)]
         # It starts as soon as it may: with the last end that it waits for.

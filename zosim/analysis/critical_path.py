@@ -20,7 +20,7 @@ from itertools import pairwise
 from topology.errors import TimelineError
 from zosim.program import Program
 from zosim.program.instructions import Stream
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import RunNode, StepGraph
 from zosim.timeline import Repeat, Span, Timeline
 
 DISPATCH = "dispatch"
@@ -179,15 +179,15 @@ def step_path(timeline: Timeline, program: Program, rank: int = 0) -> CriticalPa
     return _longest_recurrence(timeline, program, rank)
 
 
-Lookup = Callable[[Place], Span | None]
+Lookup = Callable[[RunNode], Span | None]
 
 
 def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) -> CriticalPath:
     """Follow the periodic steps backwards for ever, as they repeat, until the walk closes."""
     graph = StepGraph(program, 2 * _ENDLESS)
     lookup = _periodic_lookup(timeline, repeat, rank)
-    start = _latest(_spans_by_place(timeline, graph, rank), timeline, rank, repeat.first_omitted_step - 1)
-    walked: list[tuple[Place, Span, float]] = []
+    start = _latest(_spans_by_node(timeline, graph, rank), timeline, rank, repeat.first_omitted_step - 1)
+    walked: list[tuple[RunNode, Span, float]] = []
     seen: dict[tuple[str, int], int] = {}
     # Far enough from the beginning that no walk reaches it.
     lifted = start._replace(position=start.position + _ENDLESS // repeat.num_steps * repeat.num_steps)
@@ -208,7 +208,7 @@ def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) ->
 def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> CriticalPath:
     graph = StepGraph(program, timeline.num_steps)
     periodic = set(timeline.periodic_steps)
-    spans = _spans_by_place(timeline, graph, rank)
+    spans = _spans_by_node(timeline, graph, rank)
     inside = {place: span for place, span in spans.items() if span.phase == "step" and span.step in periodic}
     if not inside:
         message = f"timeline of {timeline.program} holds no step of rank {rank}"
@@ -232,9 +232,9 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
     )
 
 
-def _walk(lookup: Lookup, graph: StepGraph, start: Place) -> Iterator[tuple[Place, Span, float]]:
+def _walk(lookup: Lookup, graph: StepGraph, start: RunNode) -> Iterator[tuple[RunNode, Span, float]]:
     """Yield places backwards along the path, with the end of what each waited for longest (-inf for none)."""
-    place: Place | None = start
+    place: RunNode | None = start
     while place is not None:
         span = lookup(place)
         assert span is not None, f"{place} is on the path but has no span"
@@ -246,7 +246,9 @@ def _walk(lookup: Lookup, graph: StepGraph, start: Place) -> Iterator[tuple[Plac
         place = next((item for item, before in known if before.end_s >= before_s - tolerance_s), None)
 
 
-def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float) -> tuple[PathSegment, ...]:
+def _tiles(
+    walked: list[tuple[RunNode, Span, float]], begin_s: float, end_s: float
+) -> tuple[PathSegment, ...]:
     """Turn a backward walk into segments that tile [begin_s, end_s], earliest first."""
     segments: list[PathSegment] = []
     cursor_s = end_s
@@ -278,7 +280,7 @@ def _tiles(walked: list[tuple[Place, Span, float]], begin_s: float, end_s: float
 def _periodic_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
     listed = {(span.step, span.instruction): span for span in timeline.periodic_spans(rank)}
 
-    def lookup(place: Place) -> Span | None:
+    def lookup(place: RunNode) -> Span | None:
         rounds, offset = divmod(place.position - 1 - repeat.first_step, repeat.num_steps)
         # Times are taken relative to a far position, where doubles still tell picoseconds apart.
         rounds -= _ENDLESS // repeat.num_steps
@@ -288,9 +290,9 @@ def _periodic_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
     return lookup
 
 
-def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Place, Span]:
+def _spans_by_node(timeline: Timeline, graph: StepGraph, rank: int) -> dict[RunNode, Span]:
     spans = {
-        Place(graph.position(span.phase, span.step), span.instruction): span
+        RunNode(graph.position(span.phase, span.step), span.instruction): span
         for span in timeline.spans
         if span.rank == rank
     }
@@ -305,7 +307,7 @@ def _spans_by_place(timeline: Timeline, graph: StepGraph, rank: int) -> dict[Pla
     return spans
 
 
-def _latest(spans: dict[Place, Span], timeline: Timeline, rank: int, step: int | None = None) -> Place:
+def _latest(spans: dict[RunNode, Span], timeline: Timeline, rank: int, step: int | None = None) -> RunNode:
     """Return the place that ends last, in the run or in one of its steps."""
     chosen = [
         item for item in spans.items() if step is None or (item[1].phase == "step" and item[1].step == step)

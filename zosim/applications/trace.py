@@ -26,7 +26,7 @@ from typing import Any
 from topology.errors import TimelineError
 from zosim.program import Program
 from zosim.program.instructions import Space, Stream
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import RunNode, StepGraph
 from zosim.timeline import Span, Timeline
 
 HOST_THREAD = 0
@@ -207,7 +207,7 @@ def _memory(timeline: Timeline, rank: int) -> Iterator[Event]:
 def _arrows(timeline: Timeline, program: Program, rank: int) -> Iterator[Event]:
     graph = StepGraph(program, timeline.num_steps)
     spans = {
-        Place(graph.position(span.phase, span.step), span.instruction): span
+        RunNode(graph.position(span.phase, span.step), span.instruction): span
         for span in timeline.spans
         if span.rank == rank
     }

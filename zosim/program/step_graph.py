@@ -6,7 +6,7 @@ instruction waits for what it is ``after``. Steps that reach back to steps alone
 steps costs no more than its first few.
 
 Simulators on arrays ask by number, a thousand times for each rank: edges are ``(positions before, number in the phase)``. Whoever walks the
-graph by name asks for the :class:`Place` of an instruction. Whoever asks what has finished when something starts lists a short run as a
+graph by name asks for the :class:`RunNode` of an instruction. Whoever asks what has finished when something starts lists a short run as a
 whole (:attr:`StepGraph.listed`, :meth:`StepGraph.ordered`).
 
 Examples
@@ -63,7 +63,7 @@ PeerEdge = tuple[str, int, str]
 """A group, positions before, and the id of an instruction that runs on its other members."""
 
 
-class Place(NamedTuple):
+class RunNode(NamedTuple):
     """An instruction of a run: the position of its phase, and its id."""
 
     position: int
@@ -410,7 +410,7 @@ class StepGraph:
             for item in self.instructions(position):
                 awaited = [
                     (group, first[there.position] + self._number_of(there))
-                    for group, there in self.awaited(Place(position, item.id))
+                    for group, there in self.awaited(RunNode(position, item.id))
                 ]
                 own = tuple(index for group, index in awaited if not group)
                 peers = tuple((group, index) for group, index in awaited if group)
@@ -529,24 +529,24 @@ class StepGraph:
 
     # -- by name -----------------------------------------------------------------------------------------------
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: RunNode) -> bool:
         """Whether the run has an instruction at a place."""
         in_run = 0 <= place.position <= self.num_steps + 1
         return in_run and place.instruction in self.number[self.phase(place.position)]
 
-    def instruction(self, place: Place) -> Instruction:
+    def instruction(self, place: RunNode) -> Instruction:
         """Return the instruction at a place."""
         return self.instructions(place.position)[self._number_of(place)]
 
-    def rendezvous(self, place: Place) -> Rendezvous | None:
+    def rendezvous(self, place: RunNode) -> Rendezvous | None:
         """Return where an instruction meets those of other ranks, None if it is neither collective nor message."""
         return self.rendezvous_of[self.phase(place.position)][self._number_of(place)]
 
-    def opens_step(self, place: Place) -> bool:
+    def opens_step(self, place: RunNode) -> bool:
         """Whether a place is the first computation of a step, which the host prepares."""
         return self.phase(place.position) == "step" and self._number_of(place) == self.opener
 
-    def predecessors(self, place: Place) -> tuple[Place, ...]:
+    def predecessors(self, place: RunNode) -> tuple[RunNode, ...]:
         """All of this rank that must finish before an instruction starts: its stream's predecessor first."""
         number = self._number_of(place)
         edges = self.before(place.position)[number]
@@ -554,29 +554,29 @@ class StepGraph:
             edges = (*self.before(place.position)[self.host], *edges[1:])
         return tuple(self._place(place.position, edge) for edge in edges)
 
-    def waits_for(self, place: Place) -> tuple[Place, ...]:
+    def waits_for(self, place: RunNode) -> tuple[RunNode, ...]:
         """Places of this rank named by the instruction's ``after``, those before the run left out."""
         return tuple(there for group, there in self.awaited(place) if not group)
 
-    def awaited(self, place: Place) -> list[tuple[str, Place]]:
+    def awaited(self, place: RunNode) -> list[tuple[str, RunNode]]:
         """Places named by the instruction's ``after``, each with the group whose other members it is on, "" for this rank.
 
         Those before the run are left out.
         """
         return [
-            (edge.group, Place(place.position - edge.distance, edge.instruction))
+            (edge.group, RunNode(place.position - edge.distance, edge.instruction))
             for edge in self.instruction(place).after
             if self._is_in_run(place.position, edge.distance, edge.instruction)
         ]
 
-    def follower(self, place: Place) -> Place | None:
+    def follower(self, place: RunNode) -> RunNode | None:
         """Return the place just before this one on its stream, None for the first."""
         edge = self.follows(place.position, self._number_of(place))
         return None if edge is None else self._place(place.position, edge)
 
-    def _number_of(self, place: Place) -> int:
+    def _number_of(self, place: RunNode) -> int:
         return self.number[self.phase(place.position)][place.instruction]
 
-    def _place(self, position: int, edge: Edge) -> Place:
+    def _place(self, position: int, edge: Edge) -> RunNode:
         there = position - edge[0]
-        return Place(there, self.ids[self.phase(there)][edge[1]])
+        return RunNode(there, self.ids[self.phase(there)][edge[1]])

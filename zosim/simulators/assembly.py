@@ -33,7 +33,7 @@ from topology.errors import ProgramError
 from zosim.program import Program
 from zosim.program.instructions import Instruction, Space
 from zosim.program.operations import Allocate, Free
-from zosim.program.step_graph import Place, StepGraph
+from zosim.program.step_graph import RunNode, StepGraph
 from zosim.simulators.world import World
 from zosim.timeline import MemorySample, Repeat, Span, Timeline
 
@@ -172,7 +172,7 @@ def memory_samples(
     # A span names its instruction; what that touches stands in the program.
     graph = StepGraph(program, num_steps)
     listed = [
-        (span, graph.instruction(Place(graph.position(span.phase, span.step), span.instruction)))
+        (span, graph.instruction(RunNode(graph.position(span.phase, span.step), span.instruction)))
         for span in spans
     ]
     begin_s = min((span.start_s for span, _ in listed), default=0.0)

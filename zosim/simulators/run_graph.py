@@ -13,7 +13,7 @@ from graphlib import CycleError
 
 from topology.errors import ProgramError
 from zosim.program.instructions import PHASES, Phase
-from zosim.program.step_graph import Edge, Place, StepGraph
+from zosim.program.step_graph import Edge, RunNode, StepGraph
 from zosim.simulators.maxplus import Node, in_order
 from zosim.simulators.world import World
 
@@ -99,7 +99,7 @@ class RunGraph:
             return in_order(edges)
         except CycleError as error:
             circle = " waits for ".join(
-                self.name(rank, Place(position, self.graphs[rank].ids[phase][number]))
+                self.name(rank, RunNode(position, self.graphs[rank].ids[phase][number]))
                 for rank, number in (self.members[phase][node][0] for node in reversed(error.args[1]))
             )
             message = f"deadlock in program {self.graphs[0].program.name}: {circle}"
@@ -113,30 +113,30 @@ class RunGraph:
         for distance, before in graph.before(position)[number]:
             yield distance, self._number[graph.phase(position - distance)][rank, before]
         for group, distance, instruction in graph.peers(position)[number]:
-            there = Place(position - distance, instruction)
+            there = RunNode(position - distance, instruction)
             for peer in self._peers_with(rank, group, there):
                 phase = graph.phase(there.position)
                 yield distance, self._number[phase][peer, self.graphs[peer].number[phase][instruction]]
 
     # -- by name -----------------------------------------------------------------------------------------------
 
-    def awaited(self, rank: int, place: Place) -> Iterator[tuple[int, Place]]:
+    def awaited(self, rank: int, place: RunNode) -> Iterator[tuple[int, RunNode]]:
         """Yield what an instruction waits for besides its stream, on its own rank and on its peers."""
         for group, there in self.graphs[rank].awaited(place):
             for peer in self._peers_with(rank, group, there) if group else (rank,):
                 yield peer, there
 
-    def participants(self, rank: int, place: Place) -> tuple[tuple[int, ...], Hashable]:
+    def participants(self, rank: int, place: RunNode) -> tuple[tuple[int, ...], Hashable]:
         """Return who meets at an instruction, and what tells this rendezvous from others at its position."""
         rendezvous = self.graphs[rank].rendezvous(place)
         assert rendezvous is not None
         return self.world.participants(rank, rendezvous)
 
-    def name(self, rank: int, place: Place) -> str:
+    def name(self, rank: int, place: RunNode) -> str:
         """Return how an instruction is called in messages."""
         name = f"{self.graphs[rank].phase(place.position)}/{place.instruction}"
         return name if self.world.size == 1 else f"{name} of rank {self.world.numbers[rank]}"
 
-    def _peers_with(self, rank: int, group: str, place: Place) -> Iterator[int]:
+    def _peers_with(self, rank: int, group: str, place: RunNode) -> Iterator[int]:
         # A dependency on a group waits for the instruction of that name on each of its members that has it.
         return (peer for peer in self.world.process_groups[group].peers(rank) if self.graphs[peer].has(place))

@@ -49,7 +49,7 @@ from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
 from zosim.program import Program
 from zosim.program.instructions import Stream
-from zosim.program.step_graph import Place
+from zosim.program.step_graph import RunNode
 from zosim.simulators.assembly import played
 from zosim.simulators.periodic import PeriodDetector, shortened_steps
 from zosim.simulators.run_graph import RunGraph
@@ -127,7 +127,7 @@ class _SimpyRun:
         if self.shortened is None:
             _refuse_deadlock(self)
 
-    def await_peers(self, rank: int, place: Place, phase: str) -> simpy.Event:
+    def await_peers(self, rank: int, place: RunNode, phase: str) -> simpy.Event:
         """Return the event of all who meet at `place` having come as far as `rank` now has."""
         participants, key = self.graph.participants(rank, place)
         event, there = self._rendezvous.setdefault((key, place.position, phase), (self.env.event(), []))
@@ -137,7 +137,7 @@ class _SimpyRun:
             event.succeed()
         return event
 
-    def missing(self, rank: int, place: Place) -> list[int]:
+    def missing(self, rank: int, place: RunNode) -> list[int]:
         """Return those who have not come to the start of a collective or message, where `rank` has."""
         participants, key = self.graph.participants(rank, place)
         there = self._rendezvous.get((key, place.position, "start"), (None, []))[1]
@@ -169,14 +169,14 @@ class _SimulatedRank:
         self.graph = run.graph.graphs[index]
         self.spans: list[Span] = []
         self.processes: list[simpy.Process] = []
-        self.waiting: dict[Stream, Place] = {}
-        self.done: set[Place] = set()
+        self.waiting: dict[Stream, RunNode] = {}
+        self.done: set[RunNode] = set()
         self.num_completed = 0
         self.max_step = 0
         self.others_until_s = 0.0
         self._num_others_running = 0
         self._activities = run.world.activities(index)
-        self._waiters: dict[Place, list[simpy.Event]] = {}
+        self._waiters: dict[RunNode, list[simpy.Event]] = {}
         self._times: dict[int, dict[str, tuple[float, float]]] = {}
 
     def start(self) -> None:
@@ -210,25 +210,25 @@ class _SimulatedRank:
             self._count_other(place, -1)
             self._finish(place, start_s, activity)
 
-    def awaited(self, place: Place) -> Iterator[tuple[_SimulatedRank, Place]]:
+    def awaited(self, place: RunNode) -> Iterator[tuple[_SimulatedRank, RunNode]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
         return ((self.run.ranks[rank], there) for rank, there in self.run.graph.awaited(self.index, place))
 
-    def finished(self, place: Place) -> simpy.Event:
+    def finished(self, place: RunNode) -> simpy.Event:
         """Return an event that happens when an instruction of this rank has finished."""
         event = self.run.env.event()
         self._waiters.setdefault(place, []).append(event)
         return event
 
-    def _places(self, stream: Stream) -> Iterator[Place]:
+    def _places(self, stream: Stream) -> Iterator[RunNode]:
         for position in range(self.graph.num_steps + 2):
             for item in self.graph.instructions(position):
                 if item.stream == stream:
                     if self.graph.phase(position) == "step":
                         self.max_step = max(self.max_step, position - 1)
-                    yield Place(position, item.id)
+                    yield RunNode(position, item.id)
 
-    def _finish(self, place: Place, start_s: float, activity: Activity) -> None:
+    def _finish(self, place: RunNode, start_s: float, activity: Activity) -> None:
         instruction, end_s = self.graph.instruction(place), self.run.env.now
         phase, step = self.graph.phase(place.position), self.graph.step(place.position)
         self.spans.append(
@@ -251,7 +251,7 @@ class _SimulatedRank:
         if phase == "step":
             self._count(step, instruction.id, start_s, end_s)
 
-    def _count_other(self, place: Place, change: int) -> None:
+    def _count_other(self, place: RunNode, change: int) -> None:
         if self.graph.phase(place.position) != "step":
             self._num_others_running += change
             self.others_until_s = math.inf if self._num_others_running else self.run.env.now
@@ -284,7 +284,7 @@ def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
     """Return the instructions that wait for each other, the first again at the end."""
     # Somebody undone waits for somebody undone: following them leads into the circle.
     node = rank, min(rank.waiting.values())
-    path: list[tuple[_SimulatedRank, Place]] = []
+    path: list[tuple[_SimulatedRank, RunNode]] = []
     while node not in path:
         path.append(node)
         undone = _undone(run, *node)
@@ -294,7 +294,7 @@ def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
     return [run.graph.name(one.index, here) for one, here in (*path[path.index(node) :], node)]
 
 
-def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_SimulatedRank, Place]]:
+def _undone(run: _SimpyRun, rank: _SimulatedRank, place: RunNode) -> list[tuple[_SimulatedRank, RunNode]]:
     """Return what an instruction that has not started still waits for."""
     needed = [(rank, before) for before in rank.graph.predecessors(place)] + list(rank.awaited(place))
     undone = [(other, before) for other, before in needed if before not in other.done]
@@ -308,7 +308,7 @@ def _undone(run: _SimpyRun, rank: _SimulatedRank, place: Place) -> list[tuple[_S
         (other, here)
         for other in partners
         for item in other.graph.instructions(place.position)
-        if (met := other.graph.rendezvous(here := Place(place.position, item.id)))
+        if (met := other.graph.rendezvous(here := RunNode(place.position, item.id)))
         and met.shared == wanted.shared
         and (not wanted.offset or met.sends != wanted.sends)
     ]

@@ -21,7 +21,7 @@ from executors.randomness.rng import generator_on, mixed
 from executors.ranks.messages import LENGTH_BYTES, Packed, pack, stays_on, unpack
 from executors.steps.frames import MicroBatch, StepFrame
 from executors.steps.ops.context import Context, Ranks
-from executors.steps.ops.operands import Action, Unfit, only, place_of
+from executors.steps.ops.operands import Action, Unfit, location_of, only
 from topology.errors import CodecError, ProgramError
 from zosim.plans import split_point_behind
 from zosim.program import Program
@@ -64,7 +64,7 @@ class BoundaryActions:
         def encode(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            parts = self._store.values.pop(place_of(source))
+            parts = self._store.values.pop(location_of(source))
             if stays:
                 packed = pack([tensor for handed in parts for tensor in _each(handed)])
                 self._made(wire, packed, packed.num_bytes)
@@ -84,7 +84,7 @@ class BoundaryActions:
     def _made(self, wire: Access, message: Tensor | Packed, num_bytes: int) -> None:
         self.num_made += 1
         self.made_bytes += LENGTH_BYTES + num_bytes
-        self._store.values[place_of(wire)] = message
+        self._store.values[location_of(wire)] = message
 
     def _stays(self, wire: Access) -> bool:
         """Whether a message is plain numbers that need not leave the device."""
@@ -102,8 +102,8 @@ class BoundaryActions:
             if frame.replayed:
                 return
             with _errors_have(where):
-                tensors = self._tensors(self._store.values.pop(place_of(wire)), inside=inside)
-            self._store.values[place_of(target)] = tensors
+                tensors = self._tensors(self._store.values.pop(location_of(wire)), inside=inside)
+            self._store.values[location_of(target)] = tensors
 
         return decode_parts
 
@@ -147,7 +147,7 @@ class BoundaryActions:
         def send(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            message = self._store.values.pop(place_of(wire))
+            message = self._store.values.pop(location_of(wire))
             if isinstance(message, Packed):
                 self._backend.borrow(message.data)
             size = ranks.send(op.group, op.offset, message, what)
@@ -171,7 +171,7 @@ class BoundaryActions:
                 return
             # A part of the batch takes no more than all of it.
             most = wire.size_bytes * self._context.num_micro_batches
-            self._store.values[place_of(wire)] = ranks.recv(op.group, op.offset, most, what, device)
+            self._store.values[location_of(wire)] = ranks.recv(op.group, op.offset, most, what, device)
 
         return recv
 

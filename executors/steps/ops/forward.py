@@ -25,7 +25,7 @@ from executors.steps.frames import LoadedBatch, MicroBatch, StepFrame
 from executors.steps.graphs import Arguments
 from executors.steps.micro_batches import accumulated, micro_batches
 from executors.steps.ops.context import Context, rounding_of
-from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
+from executors.steps.ops.operands import Action, Unfit, location_of, of_group, only
 from zosim.points import Point
 from zosim.program import Program
 from zosim.program.contents import (
@@ -98,8 +98,8 @@ class Forwards:
         beside = [self._beside(instruction, op, group) for group in op.beside]
         weights = [a for a in instruction.reads if context.store.is_weights(a) and a not in whole_tables]
         inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]
-        output = place_of(only(instruction.writes, "write of what it makes"))
-        source = place_of(only(inputs, "read of a hidden state")) if op.segment != EMBED else None
+        output = location_of(only(instruction.writes, "write of what it makes"))
+        source = location_of(only(inputs, "read of a hidden state")) if op.segment != EMBED else None
         values = context.store.values
         is_whole = op.segment not in (EMBED, HEAD) and not op.segment.endswith((FRONT, BACK))
         is_flat = all(context.store.section(access).is_flat for access in weights)
@@ -149,9 +149,9 @@ class Forwards:
             return as_tensor(context.forward_runner.run(op.segment, self._borrowed(part), part.cache, before))
         index = block_index(op.segment)
         arguments = Arguments.of(graphs, number, part.cache.calls[index], part.cache.placed)
-        source = next(place_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
+        source = next(location_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
         hidden = graphs.placed((source, number), before)
-        made = graphs.place((place_of(instruction.writes[0]), number), before)
+        made = graphs.place((location_of(instruction.writes[0]), number), before)
         # A block finds its arguments in the cache by its index.
         cache = StepCache([arguments.tree()] * (index + 1))
 
@@ -186,8 +186,8 @@ class Forwards:
         store, values = context.store, context.store.values
         weights = [access for access in instruction.reads if store.is_weights(access)]
         inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]
-        source = place_of(only(inputs, "read of hidden states")) if op.segment != EMBED else None
-        output = place_of(instruction.writes[0])
+        source = location_of(only(inputs, "read of hidden states")) if op.segment != EMBED else None
+        output = location_of(instruction.writes[0])
         factors_of = {
             (access.what.group, access.what.perturbation): access
             for access in instruction.reads
@@ -211,7 +211,7 @@ class Forwards:
                         along = [of_point[number][:] for of_point in views]
                         paths[tensor.parameter] = forward_runner.path_of_left(tensor.parameter, along, scales)
                     continue
-                of_points = [values[place_of(access)] for access in accesses]
+                of_points = [values[location_of(access)] for access in accesses]
                 for number, tensor in enumerate(store.trainable(group).tensors):
                     factors = [(of.lefts[number], of.rights[number]) for of in of_points]
                     paths[tensor.parameter] = forward_runner.path(tensor.parameter, factors, scales)
@@ -232,7 +232,7 @@ class Forwards:
             counts = [part.num_averaged for part in context.loaded.parts]
             for number, (point, access) in enumerate(zip(op.together, instruction.writes, strict=True)):
                 losses = [loss[number] for loss in outputs]
-                values[place_of(access)] = losses
+                values[location_of(access)] = losses
                 frame.losses[point] = accumulated(losses, counts)
 
         return together
@@ -312,7 +312,7 @@ def _perturbation_rows(context: Context, perturbation: Access, wanted: Tensor) -
     """Return rows of a perturbation: those that were drawn, or out of the whole where it is kept."""
     if isinstance(perturbation.what, Perturbation):
         return context.store.placed(perturbation).qvalues[0][wanted]
-    sampled: Tensor = context.backend.borrow(context.store.values[place_of(perturbation)])
+    sampled: Tensor = context.backend.borrow(context.store.values[location_of(perturbation)])
     return sampled
 
 
@@ -380,7 +380,7 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
                     continue
                 step = [(op.perturbation, op.scale)] if isinstance(op, Perturb) else []
                 for entry in gathering[group]:
-                    steps = entry.steps[place_of(left)] = [*entry.steps.get(place_of(read), []), *step]
+                    steps = entry.steps[location_of(left)] = [*entry.steps.get(location_of(read), []), *step]
                     if step and entry.point == point:
                         paths[entry.forward, group] = _by_perturbation(steps)
                 if step:

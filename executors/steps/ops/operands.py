@@ -16,7 +16,7 @@ class Unfit(Exception):  # noqa: N818 - half a sentence that the caller complete
     """Says why an instruction's operands do not fit its operation."""
 
 
-def place_of(access: Access) -> tuple[str, int]:
+def location_of(access: Access) -> tuple[str, int]:
     """Return the name under which what lies at an access is kept."""
     return access.buffer, access.offset_bytes
 

@@ -28,12 +28,12 @@ from executors.randomness.sequential import SequentialSampler
 from executors.steps.buffers import ParamSection
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context, rounding_of
-from executors.steps.ops.operands import Action, Unfit, only, place_of
+from executors.steps.ops.operands import Action, Unfit, location_of, only
 from zosim.program.contents import GeneratorState, ParamGroupWeights, is_scaled
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Sample
 
-Place = tuple[str, int]
+Location = tuple[str, int]
 _Filled = TypeVar("_Filled")
 
 Fill = Callable[[StepFrame, Generator], list[Tensor]]
@@ -88,7 +88,7 @@ class Sampling:
                 rows = self._context.rows
                 kept = self._empty_rows(section, rows)
                 self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, sampler)
-                self._store.values[place_of(wanted[0])] = kept
+                self._store.values[location_of(wanted[0])] = kept
                 return
             views = [view.view(-1) for view in self._store.placed(wanted[0]).views]
             self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, sampler))
@@ -111,7 +111,7 @@ class Sampling:
                 rows = self._context.rows_on_host
                 numbers = self._empty_rows(section, rows, torch.float32)
                 self._counter.fill_rows(numbers, rows, indices[0], key, sampler)
-                self._store.values[place_of(wanted[0])] = rounded_sampler.rows(
+                self._store.values[location_of(wanted[0])] = rounded_sampler.rows(
                     numbers, rows, indices[0], keys
                 )
                 return
@@ -181,7 +181,7 @@ class Sampling:
                     index, keys = section.tensors[0].index, _sampling_keys(frame, op)
                     on_host = self._context.rows_on_host
                     kept = self._context.sampler_of(rounding_of(op)).rows(kept, on_host, index, keys)
-                self._store.values[place_of(wanted[0])] = kept
+                self._store.values[location_of(wanted[0])] = kept
                 return states
 
             return keep
@@ -282,7 +282,7 @@ class Sampling:
                     op.group, op.perturbation, counter_key(frame, op), seeded.window, places
                 )
             if factors is not None and op.keep == "factors":
-                values[place_of(wanted[0])] = factors
+                values[location_of(wanted[0])] = factors
             elif factors is not None:
                 self._multiply(op, factors, wanted[0])
 
@@ -296,7 +296,7 @@ class Sampling:
             assert right is not None
             kept = self._empty_rows(self._section(op), rows)
             fill_product_rows(kept, self._context.rows_on_host, factors.lefts[0], right, divisor)
-            self._store.values[place_of(target)] = kept
+            self._store.values[location_of(target)] = kept
             return
         views = self._store.placed(target).views
         for view, left, right in zip(views, factors.lefts, factors.rights, strict=True):
@@ -380,14 +380,14 @@ class Sampling:
         return filled
 
 
-def _states(op: Sample, instruction: Instruction) -> tuple[list[Place], list[Place], list[Place]]:
+def _states(op: Sample, instruction: Instruction) -> tuple[list[Location], list[Location], list[Location]]:
     """Return where the sequential generator's state is read, where that before the group is left, and where that after it."""
 
-    def written(*, is_after: bool) -> list[Place]:
+    def written(*, is_after: bool) -> list[Location]:
         state = GeneratorState(op.group, op.perturbation, is_after=is_after)
-        return [place_of(access) for access in instruction.writes if access.what == state]
+        return [location_of(access) for access in instruction.writes if access.what == state]
 
-    source = [place_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]
+    source = [location_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]
     return source, written(is_after=False), written(is_after=True)
 
 

@@ -14,7 +14,7 @@ from executors.steps.arithmetic import Sweeper
 from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
-from executors.steps.ops.operands import Action, Unfit, of_group, only, place_of
+from executors.steps.ops.operands import Action, Unfit, location_of, of_group, only
 from zosim.program import Program
 from zosim.program.contents import (
     UPDATE_SUM,
@@ -27,7 +27,7 @@ from zosim.program.contents import (
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Perturb, Sample, Scalar, Update
 
-Place = tuple[str, int]
+Location = tuple[str, int]
 """Under which the store keeps what is no flat array."""
 
 
@@ -105,7 +105,7 @@ class Sweeps:
         if of_group(op.group, PerturbationFactors, instruction.reads):
             return self._update_by_factors(instruction, op)
         read, weights, perturbation = self._operands(instruction, op.group)
-        if place_of(read) != place_of(weights):
+        if location_of(read) != location_of(weights):
             raise Unfit(f"updates {op.group} out of place")
         if is_scaled(perturbation.what):
             raise Unfit(
@@ -118,7 +118,7 @@ class Sweeps:
             before, after = (
                 next(
                     (
-                        place_of(a)
+                        location_of(a)
                         for a in accesses
                         if isinstance(a.what, Named) and a.what.name == UPDATE_SUM
                     ),
@@ -183,7 +183,7 @@ class Sweeps:
         """Return what updates matrices along products of factors, which are made piece by piece."""
         store, group = self._context.store, op.group
         weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
-        source_of = place_of(
+        source_of = location_of(
             only(of_group(group, PerturbationFactors, instruction.reads), f"read of factors of {group}")
         )
         weight_decay = self._context.hyperparameters.weight_decay if op.perturbation == 0 else 0.0
@@ -211,7 +211,7 @@ class Sweeps:
         return update
 
     def _update_by_qvalues(
-        self, op: Update, weights: Access, perturbation: Access, sums: tuple[Place | None, Place | None]
+        self, op: Update, weights: Access, perturbation: Access, sums: tuple[Location | None, Location | None]
     ) -> Action:
         """Return what updates a group along a rounded perturbation, each parameter as it is stored.
 

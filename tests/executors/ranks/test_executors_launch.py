@@ -177,7 +177,7 @@ def test_progress_keeps_the_latest_line(tmp_path):
     progress.note("a long line " * 100)
     progress.note("short")
     assert Progress.read(tmp_path / "line") == LastReport("", "short")
-    progress.place("stage 1 of 2, before split point block.0")
+    progress.stage("stage 1 of 2, before split point block.0")
     assert Progress.read(tmp_path / "line").of(0) == "rank 0 (stage 1 of 2, before split point block.0)"
     assert Progress.read(tmp_path / "nothing") == LastReport()
 
