@@ -35,7 +35,7 @@ def test_a_plan_that_fits_raises_no_finding():
         (
             HostLimits(GIB, GIB * 8, None),
             "host memory",
-            r"needs 2 GiB of host memory, 1 GiB are available \(RAM\)",
+            r"needs 2 GiB of host memory, but 1 GiB are available \(RAM\)",
         ),
         (
             HostLimits(GIB, GIB * 8, None, "control group"),

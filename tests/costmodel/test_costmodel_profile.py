@@ -126,13 +126,13 @@ def test_a_consistent_file_of_nonsense_is_refused(tmp_path):
         load_profile(path)
     with pytest.raises(ProfileError, match="no profile at"):
         load_profile(tmp_path / "missing.json")
-    with pytest.raises(ProfileError, match="cannot be written"):
+    with pytest.raises(ProfileError, match="cannot write the profile"):
         PROFILE.save(tmp_path / "no" / "profile.json")
 
 
 def test_a_profile_of_another_device_is_refused():
     PROFILE.check_device(device_name=PROFILE.device_name, device_type="cpu")
-    with pytest.raises(ProfileError, match=r"made for cpu .* not for gpu 'NVIDIA H200'"):
+    with pytest.raises(ProfileError, match=r"is for cpu .* not for gpu 'NVIDIA H200'"):
         PROFILE.check_device(device_name="NVIDIA H200", device_type="gpu")
 
 

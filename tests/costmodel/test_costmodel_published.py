@@ -58,12 +58,12 @@ def test_a_count_must_be_one():
 def test_a_missing_column_is_named(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("paper,table\nZO2,1\n")
-    with pytest.raises(RowsError, match="lacks the columns model"):
+    with pytest.raises(RowsError, match="lacks columns: model"):
         read_rows(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(RowsError, match="cannot be read"):
+    with pytest.raises(RowsError, match="cannot read the rows"):
         read_rows(tmp_path / "none.csv")
 
 

@@ -224,9 +224,9 @@ def test_what_runs_beside_really_does_and_stops() -> None:
     [
         ({"budget_s": 0}, "budget_s=0 must be above 0"),
         ({"num_threads": -2}, "num_threads=-2"),
-        ({"device": "gpu"}, "no device 'gpu'"),
-        ({"device": "cuda:99"}, "no device 'cuda:99'"),
-        ({"device": "meta"}, "no device 'meta'"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"device": "cuda:99"}, "device 'cuda:99' does not exist"),
+        ({"device": "meta"}, "device 'meta' does not exist"),
     ],
 )
 def test_refuses_nonsense(arguments: dict[str, Any], words: str) -> None:

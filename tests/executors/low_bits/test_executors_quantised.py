@@ -264,7 +264,7 @@ def test_scales_are_not_rounded_silently_and_inputs_in_int8_are_the_plans(tmp_pa
     assert read_model_spec(tmp_path).stored.activations == "int8-token"
     assert plan_of(tmp_path).low_bits.product == "int_mm"
     model = load_base(str(tmp_path), plan_of(tmp_path, "bfloat16"))
-    with pytest.raises(ModelError, match=r"scales of .* are in float16, and would be rounded in bfloat16"):
+    with pytest.raises(ModelError, match=r"scales of .* are in float16, and would be rounded to bfloat16"):
         next(quantized_layers(model))[1].quantized  # noqa: B018 - is read there
 
 

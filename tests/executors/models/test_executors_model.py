@@ -113,5 +113,5 @@ def test_models_that_cannot_be_split_are_refused_with_the_reason():
     frozen = model_of("opt").requires_grad_(False)
     with pytest.raises(ModelError, match="no trainable parameter"):
         SegmentedModel(frozen)
-    with pytest.raises(ModelError, match="not a model of transformers"):
+    with pytest.raises(ModelError, match="not a transformers model"):
         SegmentedModel(nn.Linear(2, 2))
