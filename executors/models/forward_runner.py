@@ -103,9 +103,7 @@ def forward_runner_for(
         objective=objective,
         split_blocks=plan.model.split_blocks,
     )
-    if isinstance(forward_runner, UnsplitModel) and (
-        plan.num_stages > 1 or plan.residency.blocks != "resident"
-    ):
+    if isinstance(forward_runner, UnsplitModel) and (plan.num_stages > 1 or plan.is_offloaded):
         raise forward_runner.reason
     if plan.split_points:
         forward_runner.refuse_several("run it in one stage")
