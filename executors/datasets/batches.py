@@ -62,7 +62,7 @@ def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
         shape = tensor.shape if shape is None else shape
         if tensor.shape != shape or len(shape) != 2:
             raise DataError(
-                f"the batch's {name} has shape {tuple(tensor.shape)}, but its input_ids have {tuple(shape)}",
+                f"{name} of shape {tuple(tensor.shape)} does not match input_ids of shape {tuple(shape)}",
                 hint="both must be (sequences, tokens)",
             )
     if shape is not None and shape[1] > max_positions:

@@ -94,7 +94,7 @@ def test_a_device_of_a_kind_that_torch_is_not_built_for_is_refused_in_words():
     check_device("xpu:1")
     with simulated(), pytest.raises(RunError, match="finds 0 XPU devices"):
         device_named("xpu:1")
-    with pytest.raises(PlanError, match="is no device"):
+    with pytest.raises(PlanError, match="is not the name of a device"):
         check_device("tpu")
 
 

@@ -140,7 +140,7 @@ def test_a_spoilt_message_is_told_with_its_place(change, says):
 def test_a_message_that_is_too_long_is_not_received():
     error = error_after(lambda _: torch.zeros(10**6, dtype=torch.uint8))
     assert isinstance(error, RunError)
-    assert "cut block.1.mlp at q0+: a message of 1000000 bytes is outside 1 to" in error.message
+    assert "split point block.1.mlp at q0+: a message of 1000000 bytes is outside 1 to" in error.message
 
 
 @pytest.mark.parametrize("length", [-1, 0, 11])

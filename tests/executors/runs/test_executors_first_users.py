@@ -51,7 +51,7 @@ def test_replay_takes_the_base_weights_that_the_record_names(inputs, tmp_path, c
     assert train(*inputs, out) == 0
     capsys.readouterr()
     assert zosim("replay", out, "-o", again) == 0
-    assert capsys.readouterr().err.startswith(f"base weights: {inputs[0]}, as {out} says\n")
+    assert capsys.readouterr().err.startswith(f"base weights: {inputs[0]}, as recorded in {out}\n")
     assert differing(loaded(out), loaded(again)) == []
 
 
