@@ -352,7 +352,7 @@ def test_the_command_judges_a_function_beside_the_user(tmp_path, monkeypatch, ca
     assert zosim("check", "--quantizer", "judged_by_a_test:same", "--rounding", "nearest") == 0
     assert "HOLDS" in capsys.readouterr().out
     assert zosim("check", "--quantizer", "judged_by_a_test:other") == 2
-    assert "cannot be imported" in capsys.readouterr().err
+    assert "cannot import" in capsys.readouterr().err
 
 
 # -- strategies ------------------------------------------------------------------------------------------------

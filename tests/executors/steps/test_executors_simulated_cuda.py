@@ -547,7 +547,7 @@ FAULTS = {
     "the end does not wait": ("offloaded", f"{BACKEND}.drain", lambda *_: None),
     "pinned buffers overlap": ("offloaded", f"{BACKEND}.reserve", overlapping),
     "a pinned buffer is handed out twice": ("offloaded", f"{BACKEND}.allocate", handed_out_twice),
-    "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", lambda shipped, self, item, part, frame, _before, *rest: shipped(self, item, part, frame, {}, *rest)),
+    "the step before is not waited for": ("offloaded", f"{INTERPRETER}._task", lambda shipped, self, item, phase, frame, _before, *rest: shipped(self, item, phase, frame, {}, *rest)),
     "others are told too early": ("data, shared", "executors.steps.streams_accelerator:_notify", lambda _shipped, _event, done: done()),
     "a number is read before it has come": ("resident", f"{READING}.numbers", read_at_once),
     "a number's event is recorded elsewhere": ("resident", f"{READING}.__init__", event_elsewhere),
