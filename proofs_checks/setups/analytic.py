@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import LlamaConfig
 
 from executors.models.model import SegmentedModel
@@ -35,14 +36,15 @@ BATCH = {
 
 
 class _Append(nn.Module):
-    """Appends its parameters to the hidden state."""
+    """Appends its parameters to the hidden state, whose first ones leave: its width stays, as a block's does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(PER_SEGMENT, dtype=torch.float64))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.cat([hidden, self.weight.expand(*hidden.shape[:-1], -1)], dim=-1)
+        weight = self.weight.expand(*hidden.shape[:-1], -1)
+        return torch.cat([hidden[..., PER_SEGMENT:], weight], dim=-1)
 
 
 class AnalyticModel(nn.Module):
@@ -76,7 +78,7 @@ class AnalyticModel(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_ignored: Any) -> Any:
         """Return ``loss`` and ``logits``; the latter are the parameters themselves."""
-        hidden = self.tokens(input_ids)
+        hidden = pad(self.tokens(input_ids), (DIMENSION - PER_SEGMENT, 0))
         for layer in self.layers:
             hidden = layer(hidden)
         theta = self.final(hidden)

@@ -214,6 +214,7 @@ def _moved(loss: object, theta: Tensor, radius: float, steps: int, seed: int) ->
         with torch.no_grad():
             for parameter, values in zip(model.parameters(), theta.split(PER_SEGMENT), strict=True):
                 parameter.view(-1).copy_(values)
+        seen.clear()  # what was forwarded while the session looked at the model
         for _ in range(steps):
             session.step(BATCH)
         session.flush()

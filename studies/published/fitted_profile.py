@@ -22,6 +22,7 @@ from studies.published.zoinfer import calibrate_zoinfer
 from topology.checksummed import save_checksummed, without_digest
 from topology.errors import ProfileError
 from topology.reading import read_json_object
+from topology.renamed import with_present_names
 from topology.validation import readable
 from zosim.simulators.maxplus import Floats
 
@@ -29,6 +30,9 @@ LEAST_IN_GROUP = 10
 """Held-out residuals below which a group takes the quantile of its whole fit."""
 
 _DEFAULT = "default_profile.json"
+
+RENAMED = {"**.name=draw_rate": "sampling_rate"}
+"""Names of constants that were renamed (:mod:`topology.renamed`)."""
 
 
 class _Frozen(BaseModel):
@@ -219,4 +223,4 @@ def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
             f"the profile {source} is damaged or was edited: its digest does not match its content"
         )
     with readable(f"the profile {source}", ProfileError, model=PublishedProfile):
-        return PublishedProfile.model_validate(content)
+        return PublishedProfile.model_validate(with_present_names(content, RENAMED))

@@ -100,7 +100,7 @@ def test_gpus_and_adapters_of_a_cloud_s_file_are_told_by_their_class(nccl):
 
 
 def test_what_a_cloud_s_gpus_are_is_asked_for(nccl):
-    with pytest.raises(TopologyError, match="does not tell which gpu") as caught:
+    with pytest.raises(TopologyError, match="does not name its gpu") as caught:
         nccl(ND_V4)
     assert "--gpu" in caught.value.hint
 
@@ -441,7 +441,7 @@ def test_rocm_smi_s_output_is_read_as_what_it_is():
 
 
 def test_rocm_smi_s_output_that_does_not_tell_or_is_cut():
-    with pytest.raises(TopologyError, match="does not tell which gpu"):
+    with pytest.raises(TopologyError, match="does not name its gpu"):
         from_rocm_smi_topo(rocm([None] * 2, [0, 0]))
     with pytest.raises(TopologyError, match="no whole matrix of link types: it lacks the row of GPU1"):
         from_rocm_smi_topo(rocm(["mi300x"] * 2, [0, 0]).replace("GPU1   XGMI  0", ""))

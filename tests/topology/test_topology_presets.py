@@ -165,7 +165,7 @@ def test_nodes_of_the_cluster_meet_over_the_network():
     assert route.bandwidth_bytes_per_s == pytest.approx(24e9)
     assert machine.host_of("node2/gpu0").id == "node2"
     assert machine.host_memory("node1/gpu2").id == "node1/dram0"
-    with pytest.raises(TopologyError, match="belongs to no host"):
+    with pytest.raises(TopologyError, match="has no host"):
         machine.host_of("network0")
 
 

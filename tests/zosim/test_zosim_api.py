@@ -190,5 +190,5 @@ def test_what_no_stage_can_do_is_planned_without_stages() -> None:
     """Points as adapters do not go with split points, and the machine has two devices."""
     requested = {"batch": 2, "seq": 32, "weights": "adapters", "distribution": "lozo", "tune": "linears"}
     assert zosim.plan("opt-125m", "rtx4090-2x", **requested).plan.mesh.stage == 1
-    with pytest.raises(zosim.ZosimError, match="does not go with split points"):
+    with pytest.raises(zosim.ZosimError, match="does not support split points"):
         zosim.plan("opt-125m", "rtx4090-2x", mesh="stage=2", **requested)

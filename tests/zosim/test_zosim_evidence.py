@@ -254,7 +254,7 @@ def test_what_does_not_hold_or_is_of_another_device_teaches_nothing(file, tmp_pa
     evidence_of(run_of(other, tmp_path / "other", num_threads=2), other).save(tmp_path / "other.json")
     with pytest.raises(EvidenceError, match="with 2 threads"):
         learned([file, tmp_path / "other.json"])
-    with pytest.raises(EvidenceError, match="does not hold: predicted step_time_s"):
+    with pytest.raises(EvidenceError, match="failed its checks: predicted step_time_s"):
         learned([changed(file, lambda c: c["prediction"].update(step_time_s=1.0))])
 
 

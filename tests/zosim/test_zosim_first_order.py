@@ -319,7 +319,7 @@ def test_ranks_at_other_points_take_other_sequences():
 @pytest.mark.parametrize(
     ("axes", "order", "complaint"),
     [
-        ({"batch": 3}, settings_of("gpipe", 4), "4 microbatches"),
+        ({"batch": 3}, settings_of("gpipe", 4), "--microbatches 4 is more"),
         ({"batch": 1, "mesh": Mesh(perturb=2)}, settings_of(), "batch of 1"),
     ],
 )
