@@ -77,8 +77,8 @@ def _change(encoding: Encoding, seed: int) -> dict[SplitPoint, Change]:
     split_point, name, _ = encoding
     spec = codec_spec(name)
 
-    def change(name: BoundaryTensor, tensor: torch.Tensor) -> torch.Tensor:
-        if name == "residual":
+    def change(sent: BoundaryTensor, tensor: torch.Tensor) -> torch.Tensor:
+        if sent == "residual":
             return tensor
         return received(tensor, spec, generator_on(tensor.device, seed))
 

@@ -108,7 +108,7 @@ def test_an_owned_machine_is_held_against_its_price_not_its_wear():
     limits = BuyerLimits(budget=2000.0)
     offers, refused = offers_of(market(limits=limits, pay="own"), "h200-1x", "cpu-laptop")
     assert [item.name for item in refused] == ["h200-1x"]
-    assert "at least 32,000 USD, budget 2,000" in refused[0].reason
+    assert "at least 32,000 USD, above the budget of 2,000" in refused[0].reason
     assert [(o.machine.name, o.verdict) for o in offers] == [("cpu-laptop", "yes")]
 
 
@@ -333,7 +333,7 @@ def test_all_reasons_of_a_refusal_are_said_at_once():
     assert not offers
     (laptop,) = refused
     assert [need.cause for need in laptop.needs] == ["memory", "hours", "money"]
-    for part in ("of host memory", "hours, deadline", "USD, budget 1"):
+    for part in ("of host memory", "hours, deadline", "USD, above the budget of 1"):
         assert part in laptop.reason
     (_, remedy, _) = shortfall(chosen, dict(machines_named(["cpu-laptop"])), offers, refused)
     assert " more memory and --deadline " in remedy

@@ -343,11 +343,11 @@ def test_packed_batches_count_what_they_compute() -> None:
         rows("block.11", **reported | {"num_labels": 8})
         == work("block.11", **reported | {"num_labels": 8}).matmuls[4].m
     )
-    pairs = sum(one.num * one.perturbation * one.key for one in work("block.0", **reported).attention)
+    pairs = sum(one.num * one.query * one.key for one in work("block.0", **reported).attention)
     # What is shared sees itself, the rest itself and what is shared: at 2 points, 12 heads.
     assert pairs == 2 * 12 * (12 * 12 + 8 * (8 * 8 + 8 * 12))
     longer = sum(
-        one.num * one.perturbation * one.key for one in work("block.0", **reported, num_attended=26).attention
+        one.num * one.query * one.key for one in work("block.0", **reported, num_attended=26).attention
     )
     assert longer == 2 * 12 * (12 * 14 + 8 * (8 * 14 + 8 * 12)) - 2 * 12 * 12 * (
         14 - 12

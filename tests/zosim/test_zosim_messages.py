@@ -150,7 +150,9 @@ def test_messages_that_wait_for_each_other_are_a_deadlock():
 def test_a_message_needs_a_neighbour():
     listed, _ = pipelines([[1 * MS]] * 2, [[1 * MS]])
     swapped = replace(listed, roles=(1, 0))
-    with pytest.raises(ProgramError, match="r0 of rank 0 receives from a place of pipeline that nobody has"):
+    with pytest.raises(
+        ProgramError, match="r0 of rank 0 receives from a member of pipeline that does not exist"
+    ):
         validate_set(swapped)
 
 

@@ -21,7 +21,7 @@ Two blocks whose weights live on the host, on a device with one staging buffer f
 ...         after = ", ".join(edge.instruction for edge in item.after)
 ...         print(f"{item.stream:8}{item.id:23} writes {writes}{after and ', after ' + after}")
 h2d     block.1/upload          writes block.1 in staging.0, after block.0/offload
-compute block.1/sample[q0]        writes z:block.1@q0*eps in perturbations
+compute block.1/sample[q0]      writes z:block.1@q0*eps in perturbations
 compute block.1/perturb[q0+]    writes block.1@q0+ in staging.0, after block.1/upload
 compute block.1/forward[q0+]    writes block.1:out@q0+ in hidden.q0+
 compute block.1/perturb[q0-]    writes block.1@q0- in staging.0

@@ -143,7 +143,7 @@ class Perturbations(AxisWriter):
         return (max if self._rank.is_swept else sum)(sizes or [0])
 
     def _factor_bytes(self, groups: Iterable[ParamGroup], *, lefts: bool = True, rights: bool = True) -> int:
-        """Return the bytes of the factors of one perturbation's perturbations of some groups, both or one of them."""
+        """Return the bytes of the factors of one perturbation of some groups, both or one of them."""
         rank = self._plan.perturbations.rank or 0
         shapes = [shape for group in groups for shape in group.trainable_matrices]
         sides = sum(lefts * rows + rights * columns for rows, columns in shapes)

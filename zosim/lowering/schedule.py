@@ -124,7 +124,7 @@ class StepWriter:
             self.homes.offload(segment, changed=self._points.leaves_changed(segment))
 
     def _both_points(self, segment: str, perturbation: int) -> None:
-        """Write one perturbation's forwards of `segment`, from one draw of its perturbation."""
+        """Write the forwards of `segment` for one perturbation, which is sampled once."""
         path = self._points.path(perturbation)
         if not path:
             return

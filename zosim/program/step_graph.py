@@ -22,9 +22,9 @@ A load waits for the mean of the step before, the mean for the load. Each also f
 (((1, 0), (1, 1)), ((1, 1), (0, 0)))
 >>> graph.after(5)
 [[(0, 1), (1, 0)], [(1, 0), (1, 1)]]
->>> graph.predecessors(Place(10_000, "load"))
-(Place(position=9999, instruction='load'), Place(position=9999, instruction='mean'))
->>> graph.predecessors(Place(1, "load"))
+>>> graph.predecessors(RunNode(10_000, "load"))
+(RunNode(position=9999, instruction='load'), RunNode(position=9999, instruction='mean'))
+>>> graph.predecessors(RunNode(1, "load"))
 ()
 
 Of a run of two steps the same as a list, and which of its instructions have finished whenever another one starts:

@@ -123,13 +123,13 @@ def _server(
             "give exactly one of --plan and --probe-ms",
             hint="--plan predicts the time of a background step, --probe-ms states it",
         )
-    segments = 1
+    segments_of_plan = 1
     seconds = 0.0 if probe_ms is None else probe_ms / 1e3
     if plan_file is not None:
         plan = Plan.load(plan_file)
         seconds = api.simulate(plan, profile=profile).prediction.step_time_s
-        segments = len(plan.model.segments)
-    return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, segments or segments)
+        segments_of_plan = len(plan.model.segments)
+    return Server(batch_ms / 1e3, request_ms / 1e3, max_batch, seconds, segments or segments_of_plan)
 
 
 def _arrivals(rate: float | None, burst: float, trace: Path | None, duration: float, seed: int) -> Times:
@@ -190,7 +190,7 @@ def _view(data: dict[str, Any], p99_ms: float | None) -> Report:
     heads: tuple[str, ...] = ("policy", "steps/h", "formula", "mean ms", "formula", "p50 ms", "p99 ms")
     if p99_ms is not None:
         heads = (*heads, f"p99 <= {p99_ms:g} ms")
-    probe = f"a probe of {data['probe_s'] * 1e3:.4g} ms in {data['parts']} parts beside {data['requests']:,} requests"
+    probe = f"a probe of {data['probe_s'] * 1e3:.4g} ms in {data['segments']} segments beside {data['requests']:,} requests"
     return Report("", Table((probe, *heads[1:]), rows))
 
 
