@@ -102,7 +102,7 @@ class DemoResult:
             numeric=("before", "after"),
         )
         disturbed = (
-            f"the prediction rests on a disturbed profile: others disturbed {self.disturbed_share:.0%} of its calibration; on an "
+            f"the prediction rests on a disturbed profile: other processes disturbed {self.disturbed_share:.0%} of its calibration; on an "
             "idle machine `zosim calibrate` makes a better one"
         )
         return Report(
@@ -218,7 +218,7 @@ class Stages:
         path = save_host_profile(profile)
         outcome = f"kept in {path}"
         if path is None:
-            outcome = f"not kept: others disturbed {profile.disturbed_share:.0%} of the calibration"
+            outcome = f"not saved: other processes disturbed {profile.disturbed_share:.0%} of the calibration"
             if earlier := undisturbed_host_profile(profile.device_name, profile.num_threads):
                 profile, outcome = earlier, f"{outcome}; the earlier one, which nothing disturbed, counts"
             else:

@@ -176,9 +176,11 @@ class FamilyConfig(BaseModel):
         if self.sizes["positions"] == "rotary" and width % 2 and not is_partial:
             raise RuleError(f"head_dim={width} must be even for rotary positions")
         for name in ("layer_types", "windows"):
-            count = len(self.sizes.get(name) or ())
-            if count not in (0, self.sizes["num_blocks"]):
-                raise RuleError(f"{name} lists {count} layers, but the model has {self.sizes['num_blocks']}")
+            listed, num_blocks = self.sizes.get(name) or (), self.sizes["num_blocks"]
+            if 0 < len(listed) < num_blocks:
+                raise RuleError(f"{name} lists {len(listed)} layers, but the model has {num_blocks}")
+            if listed:  # transformers ignores those beyond the last layer
+                self.sizes[name] = listed[:num_blocks]
         num_elements = sum(tensor.num_elements for tensor in self.tensors())
         if num_elements > MAX_ELEMENTS:
             raise RuleError(f"these sizes give {num_elements:.1e} parameters, more than any machine stores")

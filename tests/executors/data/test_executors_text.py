@@ -131,7 +131,7 @@ def test_a_label_without_a_word_is_refused_on_whichever_line(model, tmp_path, ca
         (None, OPTIONS, "the data file"),
         ("", OPTIONS, "is empty"),
         ('{"text": "a", "label": 0}\n{"text"', OPTIONS, "line 2 is not JSON"),
-        ('{"words": "a", "label": 0}', OPTIONS, "line 1: template '{text} it was {label}' names {text}"),
+        ('{"words": "a", "label": 0}', OPTIONS, "line 1: template '{text} it was {label}' uses {text}"),
         ('{"text": "a", "label": 0}', ("--template", "{text"), "cannot read template '{text'"),
         ('{"text": "a", "label": 0}', ("--template", ""), "template '' has no field"),
         ('{"text": "a"}', ("--label-words", "0=terrible"), "no template places them"),
