@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from studies.families import __main__ as command
 from studies.families import trying
+from studies.families.report import page, shares, table
 from studies.families.tiny import exception_of, families, tiny_config
 
 
@@ -31,6 +33,17 @@ def test_a_process_that_ends_or_lasts_too_long_is_reported(monkeypatch):
     monkeypatch.setattr(command, "_LIMIT_S", 0.1)
     monkeypatch.setattr(command, "tried", lambda *_: time.sleep(60))
     assert "nothing within" in command._apart("llama", [])["model"]["why"]
+
+
+def test_the_page_is_made_of_the_results_beside_it():
+    found = json.loads(command.PAGE.with_suffix(".json").read_text(encoding="utf-8"))
+    text = command.PAGE.read_text(encoding="utf-8")
+    version = text.partition("that transformers ")[2].partition(" knows")[0]
+    assert page(found, version) == text
+    assert len(table(found).rows) == len(found)
+    every = {way: num / count for way, (num, count) in shares(found).items()}
+    assert every["resident"] >= 0.98
+    assert every["offload"] >= 0.9
 
 
 @pytest.mark.parametrize("family", ["gpt2", "jamba", "gemma3"])
