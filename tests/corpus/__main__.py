@@ -24,7 +24,7 @@ NUM_RANDOM_RUNS, NUM_REQUESTS, SEED = 260, 300, 0
 NUM_STEPS, NUM_STEPS_BEFORE_RESUMING = 4, 2
 SUM_TOLERANCE = 1e-12
 """Relative; a sum in another order is the same prediction."""
-PHASES = ("runs", "requests", "claims", "measured")
+PARTS = ("runs", "requests", "claims", "measured")
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.corpus", description=__doc__)
     parser.add_argument("action", choices=["freeze", "compare"])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--segments", default=",".join(PHASES), help=f"some of {','.join(PHASES)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--every", type=int, default=1, help="only every Nth case of runs and requests")
     parsed = parser.parse_args()
     makers: dict[str, Callable[[int], Iterator[tuple[str, Any]]]] = {

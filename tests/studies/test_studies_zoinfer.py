@@ -155,7 +155,7 @@ def test_the_loop_goes_along_the_runtimes_perturbations():
 def test_a_server_answers_all_requests_beside_probes(monkeypatch, capsys):
     from studies.zoinfer import slack
 
-    sizes = ["--width", "64", "--blocks", "1", "--batch", "4", "--segments", "2"]
+    sizes = ["--width", "64", "--blocks", "1", "--batch", "4", "--parts", "2"]
     monkeypatch.setattr(sys, "argv", ["slack", *sizes, "--load", "0.05", "--seconds", "3", "--repeats", "2"])
     slack.main()
     rows = [row.split() for row in capsys.readouterr().out.splitlines()]
