@@ -32,7 +32,7 @@ def test_peaks_are_predicted_and_never_too_low(monkeypatch):
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
     monkeypatch.setitem(speed.SHAPES, "tiny", shape)
     monkeypatch.setattr(
-        memory, "CODES", {name: memory.CODES[name] for name in ("bfloat16", "int4 by groups of 64")}
+        memory, "QUANTIZED", {name: memory.QUANTIZED[name] for name in ("bfloat16", "int4 by groups of 64")}
     )
     for place in memory.PLACES:
         plain, narrow = memory.peaks("tiny", place, batch=1, seq=16, loss_chunk=16)
