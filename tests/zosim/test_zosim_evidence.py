@@ -169,7 +169,7 @@ def changed(file, change, *, resign=True):
     ("change", "words"),
     [
         (lambda c: c.update(format="zosim-profile"), "is not an evidence file"),
-        (lambda c: c.update(version=2), "of version 2, this zosim reads 1"),
+        (lambda c: c.update(version=2), "of version 2, but this zosim reads version 1"),
         (lambda c: c.update(plan=None), "plan"),
         (lambda c: c.pop("profile"), "profile: missing"),
         (lambda c: c["timeline"].update(source="simulated"), "simulated, not measured"),
