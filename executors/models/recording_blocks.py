@@ -172,7 +172,7 @@ class RecordedBlocks:
     def _returned(self, index: int, states: States) -> Any:
         """Return what a block with these states would return, the rest of it left out."""
         output = self._outputs[index]
-        if isinstance(output, Tensor):
+        if output is None:  # a tensor alone
             return states[0]
         leaves: list[Any] = [None] * len(output)
         for position, state in zip(self._positions, states, strict=True):
@@ -229,6 +229,8 @@ class RecordedBlocks:
                 self._model, "its forward does more between blocks than to hand on what they return"
             )
         self.keys, self._positions = tuple(handed[0]), tuple(handed[0].values())
+        # Their form is all that is wanted from now on: tensors of every block would stay on the device.
+        self._outputs = [tree_map_only(Tensor, lambda _: None, output) for output in self._outputs]
 
     def _refuse_shared(self, value: Any) -> None:
         """Raise for an argument through which one block could leave something for another."""
