@@ -20,7 +20,8 @@ from zosim.applications.validation.learning import learned_from_rows
 from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.predicting import PREDICTORS, outcome
-from zosim.applications.validation.rows import Forecast, MeasuredRow, columns_of, joined, read_rows
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Verdicts, columns_of, joined, read_rows
+from zosim.applications.validation.tables import RowsError
 from zosim.cli import app
 
 PRESET = "a100-80gb-milan"
@@ -365,6 +366,16 @@ def test_a_row_joins_what_was_measured_and_what_is_predicted() -> None:
     assert joined(row, "why not").predicted is None
     flagged = _row("matmul", measured="what a spreadsheet says of errors", flag="doubtful")
     assert not joined(flagged, Forecast(3, 2.5, 4)).is_counted
+
+
+def test_a_run_out_of_memory_is_a_measurement_of_0() -> None:
+    fits = {"kind": "first_order_fits", "hardware": PRESET}
+    rows = [MeasuredRow({**fits, "measured": measured}, "row") for measured in ("1", "0", "0", "")]
+    forecasts = [Forecast(predicted, 0, 1) for predicted in (0.9, 0.1, 0.8, 0.9)]
+    verdicts = Verdicts.of(zip(rows, forecasts, strict=True))
+    assert verdicts == Verdicts(num=3, num_right=2, num_said_to_fit=1)
+    with pytest.raises(RowsError, match="measured is '0'"):
+        assert MeasuredRow({**MATMUL, "measured": "0"}, "row").measured
 
 
 @pytest.mark.parametrize("text", ["", "kind\nmatmul\n", "id,measured\n"])

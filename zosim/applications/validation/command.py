@@ -12,7 +12,7 @@ from costmodel.scoring import Score, mean_over_groups, scores
 from zosim.analysis.scoreboard import score_data, score_table
 from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
-from zosim.applications.validation.rows import REQUIRED, columns_of, joined, read_rows
+from zosim.applications.validation.rows import FITS, REQUIRED, Verdicts, columns_of, joined, read_rows
 from zosim.applications.validation.tables import write_table
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
@@ -50,28 +50,32 @@ def validate(
         for row in rows:
             outcomes.append((row, outcome(row, measured_machines)))
             bar.advance(task)
-    judged = [joined(row, forecast) for row, forecast in outcomes]
+    judged = [joined(row, forecast) for row, forecast in outcomes if row["kind"] != FITS]
+    verdicts = Verdicts.of(outcomes)
     by_group = scores(judged)
     if output is not None:
         write_table(output, rows, [columns_of(forecast) for _, forecast in outcomes], REQUIRED)
         stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
     reasons = Counter(forecast for _, forecast in outcomes if isinstance(forecast, str))
-    num_predicted, mean = len(judged) - reasons.total(), mean_over_groups(by_group)
+    num_predicted, mean = len(rows) - reasons.total(), mean_over_groups(by_group)
     data = {
         "rows": len(rows),
         "predicted": num_predicted,
         "groups": [score_data(score) for score in by_group],
         "mean_of_medians": None if mean is None else mean[0],
         "mean_of_p90": None if mean is None else mean[1],
+        "fits": verdicts.to_data(),
         "not_predicted": dict(reasons.most_common()),
     }
     counted = f"{num_predicted} of {len(rows)} rows predicted"
     why = Bullets(f"{count} not predicted: {reason}" for reason, count in reasons.most_common(10))
+    fitting = [str(verdicts)] if verdicts.num else []
     if mean is None:
-        emit(data, json=as_json, text=Report("", f"{counted}; none of them is measured", why))
+        none = [] if verdicts.num else [f"{counted}; none of them is measured"]
+        emit(data, json=as_json, text=Report("", *none, *fitting, why))
         return
     shown = score_table([*by_group, Score.of(judged, "all")])
     summary = (
         f"{counted}; mean over groups: median {100 * mean[0]:.1f} %, 90th percentile {100 * mean[1]:.1f} %"
     )
-    emit(data, json=as_json, text=Report("", shown, summary, why))
+    emit(data, json=as_json, text=Report("", shown, summary, *fitting, why))

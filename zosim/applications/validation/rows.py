@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,8 @@ REQUIRED = ("kind", "hardware")
 ADDED = ("predicted", "low", "high", "why")
 """Columns that predictions append."""
 
+FITS = "first_order_fits"
+"""Kind of a row that says whether a run fitted: 1, or 0 where it ran out of memory."""
 
 _EIGHT_BITS: DType = "float8_e4m3"
 _EIGHT_BIT_FLOATS = ("float8", "fp8", "e4m3", "e5m2")
@@ -74,7 +76,7 @@ class MeasuredRow(TableRow):
     @cached_property
     def measured(self) -> float | None:
         """The measurement; None where the cell is empty."""
-        return self.number("measured") if self["measured"] else None
+        return self.number("measured", allows_zero=self["kind"] == FITS) if self["measured"] else None
 
     @property
     def dtype(self) -> DType:
@@ -148,3 +150,45 @@ def joined(row: MeasuredRow, outcome: Outcome) -> Row:
         flag=row["flag"],
         provenance=row["source"],
     )
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """How often it was right whether runs fit, of rows that count.
+
+    Attributes
+    ----------
+    num, num_right : int
+    num_said_to_fit : int
+        Runs that ran out of memory and were predicted to fit.
+    """
+
+    num: int = 0
+    num_right: int = 0
+    num_said_to_fit: int = 0
+
+    @classmethod
+    def of(cls, outcomes: Iterable[tuple[MeasuredRow, Outcome]]) -> Verdicts:
+        """Return the verdicts on rows of that kind; one without a prediction is not right."""
+        pairs = [
+            (bool(row.measured), forecast.predicted >= _LEAST if isinstance(forecast, Forecast) else None)
+            for row, forecast in outcomes
+            if row["kind"] == FITS and row.is_counted and row.measured is not None
+        ]
+        return cls(
+            len(pairs),
+            sum(fitted == said for fitted, said in pairs),
+            sum(not fitted and bool(said) for fitted, said in pairs),
+        )
+
+    def to_data(self) -> dict[str, int]:
+        """Return them as JSON has them."""
+        return {"rows": self.num, "right": self.num_right, "wrongly_fits": self.num_said_to_fit}
+
+    def __str__(self) -> str:
+        wrong = f"; {self.num_said_to_fit} that ran out of memory predicted to fit"
+        return f"whether runs fit: {self.num_right} of {self.num} right{wrong}"
+
+
+_LEAST = 0.5
+"""Probability from which a run is predicted to fit."""

@@ -54,8 +54,8 @@ class TableRow:
             raise RowsError(f"{self.where}: {column} is {text!r}", hint="it must be a whole number above 0")
         return number
 
-    def number(self, column: str) -> float:
-        """Return a finite number above 0.
+    def number(self, column: str, *, allows_zero: bool = False) -> float:
+        """Return a finite number above 0, or 0 where that is allowed.
 
         Raises
         ------
@@ -67,9 +67,10 @@ class TableRow:
             number = float(text)
         except ValueError:
             number = -1.0
-        if not 0 < number < float("inf"):
+        if not 0 < number < float("inf") and not (allows_zero and number == 0):
+            least = "0 or more" if allows_zero else "above 0"
             raise RowsError(
-                f"{self.where}: {column} is {text!r}", hint="it must be a number above 0, or empty"
+                f"{self.where}: {column} is {text!r}", hint=f"it must be a number {least}, or empty"
             )
         return number
 
