@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from costmodel.models.model_spec import ModelSpec as ModelSpec
     from costmodel.models.model_spec import ParamGroup as ParamGroup
     from costmodel.models.model_spec import block_segment as block_segment
+    from costmodel.param_passes import allocation_work as allocation_work
+    from costmodel.param_passes import cast_work as cast_work
+    from costmodel.param_passes import copy_work as copy_work
+    from costmodel.param_passes import perturb_work as perturb_work
+    from costmodel.param_passes import sampling_work as sampling_work
+    from costmodel.param_passes import update_work as update_work
     from costmodel.rates.profile import Constant as Constant
     from costmodel.rates.profile import Profile as Profile
     from costmodel.rates.profile import load_profile as load_profile
-    from costmodel.sweeps import allocation_work as allocation_work
-    from costmodel.sweeps import cast_work as cast_work
-    from costmodel.sweeps import copy_work as copy_work
-    from costmodel.sweeps import perturb_work as perturb_work
-    from costmodel.sweeps import sampling_work as sampling_work
-    from costmodel.sweeps import update_work as update_work
     from costmodel.work import Attention as Attention
     from costmodel.work import Matmul as Matmul
     from costmodel.work import Work as Work

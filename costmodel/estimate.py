@@ -40,7 +40,7 @@ class OperationCost:
     seconds : float
         Duration with nothing else running.
     terms : mapping of str to float
-        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``sweep``, ``sampling``,
+        Seconds by cause: ``matmul``, ``attention``, ``elementwise``, ``exponential``, ``param_pass``, ``sampling``,
         ``shared_sampling``, ``skip``, ``factor``, ``cast``, ``copy``, ``allocation``, ``kernels``, ``gather``, ``dispatch``, ``overhead``,
         and those of :func:`~costmodel.formats.codec_time.codec_terms`. On a CPU they add up to `seconds`; on a GPU launches and kernels overlap.
     limiter : str
@@ -103,7 +103,7 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
             _bytes_of(work, "elementwise", values), work.num_kernels, "elementwise", values
         ),
         "exponential": work.num_exponentials / values["exponential_rate"],
-        "sweep": _sweep_s(work, values),
+        "param_pass": _param_pass_s(work, values),
         "quantized": sum(
             num / rate for name, num in work.quant_passes if (rate := _quant_rate(name, work.dtype, values))
         ),
@@ -259,9 +259,9 @@ def _cached_bytes(size_bytes: int, num_kernels: int, cache_bytes: float) -> floa
     return min(float(size_bytes), cache_bytes * max(1, num_kernels))
 
 
-def _sweep_s(work: Work, values: Mapping[str, float]) -> float:
+def _param_pass_s(work: Work, values: Mapping[str, float]) -> float:
     scratch_s = _bytes_of(work, "scratch", values) / _by_format("scratch_bandwidth", work.dtype, values)
-    return scratch_s + _cached_s(_bytes_of(work, "sweep", values), 1, "sweep", values, work.dtype)
+    return scratch_s + _cached_s(_bytes_of(work, "param_pass", values), 1, "param_pass", values, work.dtype)
 
 
 def _bytes_of(work: Work, memory: Memory, values: Mapping[str, float]) -> int:
@@ -353,7 +353,7 @@ def _busy_cores(terms: Mapping[str, float], seconds: float, profile: Profile) ->
 
 def _memory_bytes(work: Work, cache_bytes: float, device_type: DeviceType) -> int:
     products = sum(part.elements for part in work.matmuls) * FORMATS[work.dtype].element_bytes
-    activations, parameters = _bytes_of(work, "elementwise", {}), _bytes_of(work, "sweep", {})
+    activations, parameters = _bytes_of(work, "elementwise", {}), _bytes_of(work, "param_pass", {})
     cached = _cached_bytes(activations, work.num_kernels, cache_bytes)
     cached += _cached_bytes(parameters, 1, cache_bytes)
     numbers_bytes = work.num_normals * FORMATS[work.sampling_dtype].element_bytes

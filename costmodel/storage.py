@@ -97,7 +97,7 @@ class DenseStorage:
         """Return the format of a buffer that these groups lie in, numbers of them in `dtype`: bytes where others are among them."""
         return "uint8" if any(self.tuned(group) or self.frozen(group) for group in param_groups) else dtype
 
-    def swept_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
+    def pass_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
         """Return the bytes of what passes over a group's numbers need once more, were they not made in pieces."""
         return perturbation_bytes
 
@@ -248,7 +248,7 @@ class QuantizedStorage(DenseStorage):
         """Format of the quantized values."""
         return self.quant_config.format
 
-    def swept_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
+    def pass_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
         """Return the bytes of the numbers."""
         return FORMATS[self.dtype].bytes(self.num_numbers(group))
 
@@ -316,7 +316,7 @@ class QuantizedStorage(DenseStorage):
         linears, how = [one for one, _ in tuned], tuned[0][1]
         if is_summed:  # a perturbation of a byte an element, and the sum so far
             total, largest = num_elements(tuned), max(rows * columns for rows, columns in linears)
-            summed = Work(dtype=numbers.dtype, sweep_bytes=9 * total, num_kernels=len(linears))
+            summed = Work(dtype=numbers.dtype, param_pass_bytes=9 * total, num_kernels=len(linears))
             return numbers + summed + unpacking_work(total, self.perturbation_format, at_once=largest)
         # What queries add up to is rounded in all rows.
         share = 1.0 if self.rounds_sums else 1 - self.sparsity

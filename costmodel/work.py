@@ -119,13 +119,13 @@ class Work(_FrozenCounts):
     Attributes
     ----------
     dtype : str
-        Compute format of the matrix products, and of the parameters that are swept over.
+        Compute format of the matrix products, and of the parameters in passes over them.
     matmuls : tuple of Matmul
         Each launched as often as its ``num`` says.
     attention : tuple of Attention
     elementwise_bytes : int
         Bytes read plus written by element-wise and normalisation kernels (activations).
-    sweep_bytes : int
+    param_pass_bytes : int
         Bytes read plus written by passes over parameters and perturbations (perturb, restore, update, casts).
     scratch_bytes : int
         Bytes that these passes read and write once more, in temporaries that stay near the processor.
@@ -188,7 +188,7 @@ class Work(_FrozenCounts):
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[Attention, ...] = ()
     elementwise_bytes: NonNegativeInt = 0
-    sweep_bytes: NonNegativeInt = 0
+    param_pass_bytes: NonNegativeInt = 0
     scratch_bytes: NonNegativeInt = 0
     num_exponentials: NonNegativeInt = 0
     num_normals: NonNegativeInt = 0
@@ -230,7 +230,7 @@ class Work(_FrozenCounts):
         sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
         sampling = self if self._samples or not other._samples else other
         casting = self if self.num_casts or not other.num_casts else other
-        formatted = max(self, other, key=lambda work: (work._multiplies, work.sweep_bytes > 0))
+        formatted = max(self, other, key=lambda work: (work._multiplies, work.param_pass_bytes > 0))
         if self._samples and other._samples and _sampling_kind(self) != _sampling_kind(other):
             message = f"cannot add draws of {_sampling_kind(self)} and of {_sampling_kind(other)}"
             raise ValueError(message)
@@ -278,7 +278,7 @@ class Work(_FrozenCounts):
 
         Examples
         --------
-        >>> Work(num_kernels=30, sweep_bytes=99).one_in(4).num_kernels
+        >>> Work(num_kernels=30, param_pass_bytes=99).one_in(4).num_kernels
         8
         """
         assert not any((self.matmuls, self.attention, self.calls, self.codec_work, self.quant_passes))

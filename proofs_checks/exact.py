@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from executors.steps.arithmetic import Sweeper, projected_gradient
+from executors.steps.arithmetic import ParamPass, projected_gradient
 from proofs_checks.outcomes import Outcome
 
 Array = npt.NDArray[np.float64]
@@ -63,18 +63,18 @@ def shipped_estimate(loss: Loss, theta: Tensor, z: Tensor, epsilon: float, *, ce
     epsilon : float
     central : bool
     """
-    sweeper, weights = Sweeper(), theta.clone()
+    param_pass, weights = ParamPass(), theta.clone()
     base = loss(weights)
-    sweeper.perturb(weights, z, 1, epsilon)
+    param_pass.perturb(weights, z, 1, epsilon)
     plus = loss(weights)
     if central:
-        sweeper.perturb(weights, z, -2, epsilon)
+        param_pass.perturb(weights, z, -2, epsilon)
         other = loss(weights)
         gradient = projected_gradient(plus, other, epsilon, central=True).item()
     else:
         gradient = projected_gradient(plus, base, epsilon, central=False).item()
     moved = torch.zeros_like(theta)
-    sweeper.update(moved, z, gradient=gradient, learning_rate=1.0, weight_decay=None)
+    param_pass.update(moved, z, gradient=gradient, learning_rate=1.0, weight_decay=None)
     return -moved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from costmodel.sweeps import copy_work
+from costmodel.param_passes import copy_work
 from proofs_checks.planting import Fault, altered, planted
 from zosim.program.contents import GeneratorState
 from zosim.program.instructions import Stream
@@ -46,12 +46,12 @@ def updates_without_rank(shipped, rank, rank_power):
     return shipped(rank, rank_power) if rank_power == -0.5 else 1.0
 
 
-@planted("executors.steps.arithmetic:Sweeper.perturb", "second perturbation by -ε, not -2ε")
+@planted("executors.steps.arithmetic:ParamPass.perturb", "second perturbation by -ε, not -2ε")
 def second_by_epsilon(shipped, self, theta, z, scale, *rest):
     shipped(self, theta, z, 1 if scale > 0 else -1, *rest)
 
 
-@planted("executors.steps.arithmetic:Sweeper.update", "an update that climbs")
+@planted("executors.steps.arithmetic:ParamPass.update", "an update that climbs")
 def climbing(shipped, *given, learning_rate, **named):
     shipped(*given, learning_rate=-learning_rate, **named)
 
@@ -88,7 +88,7 @@ def present_rate(shipped, self, offset):
     return source and replace(source, learning_rate=self.learning_rate or source.learning_rate)
 
 
-@planted("executors.steps.ops.sweep:Sweeps.update", "perturbations summed, not averaged")
+@planted("executors.steps.ops.param_passes:ParamPasses.update", "perturbations summed, not averaged")
 def perturbations_summed(shipped, self, instruction):
     return shipped(altered(self, num_perturbations=1), instruction)
 

@@ -427,7 +427,7 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     yield _constant("multiprocessors", (units, units, units), f"data sheet of {spec.name}")
     memory = spec.memory_bandwidth_bytes_per_s
     source = f"data sheet bandwidth of {spec.name}; {_STREAM_GPU_SOURCE}"
-    for name in ("elementwise_bandwidth", "sweep_bandwidth", "scratch_bandwidth"):
+    for name in ("elementwise_bandwidth", "param_pass_bandwidth", "scratch_bandwidth"):
         yield _constant(name, _STREAM_GPU, source, scale=memory)
     yield _constant("memory_bandwidth", _OPERANDS_GPU, _OPERANDS_GPU_SOURCE, scale=memory)
     architecture = architecture_of(spec)
@@ -437,7 +437,7 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     for dtype in CAST_FORMATS:
         width = FORMATS[dtype].element_bytes
         yield _constant(f"cast_rate.{dtype}", _STREAM, source, scale=memory / (3 * width))
-    for name in ("elementwise_cache_bandwidth", "sweep_cache_bandwidth"):
+    for name in ("elementwise_cache_bandwidth", "param_pass_cache_bandwidth"):
         yield _constant(name, (1.3, 0.9, 2.0), _CACHE_GPU_SOURCE, scale=memory)
     clocks = clocks_per_s(spec)
     for dtype in COMPUTE_FORMATS:
@@ -528,11 +528,11 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
         # Formats that a CPU must widen to compute with take their time per element, not per byte.
         factor = width / 4 if width < 4 else 1.0
         for name, (value, low, high) in (
-            ("sweep_bandwidth", spread),
-            ("sweep_cache_bandwidth", _CACHE),
+            ("param_pass_bandwidth", spread),
+            ("param_pass_cache_bandwidth", _CACHE),
             ("scratch_bandwidth", _CACHE),
         ):
-            scale = threads if name != "sweep_bandwidth" else 1.0
+            scale = threads if name != "param_pass_bandwidth" else 1.0
             widened = (value * factor, low * factor, high)
             yield _constant(f"{name}.{dtype}", widened, f"{source}; widened to compute with", scale=scale)
     yield from _cpu_products(threads)

@@ -12,7 +12,7 @@ from topology.errors import PlanError
 from topology.schema import DeviceSpec, Dtype
 
 DType = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
-"""Formats that matrix products and sweeps over parameters are modelled in."""
+"""Formats that matrix products and passes over parameters are modelled in."""
 
 COMPUTE_FORMATS: tuple[DType, ...] = get_args(DType)
 

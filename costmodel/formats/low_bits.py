@@ -257,7 +257,7 @@ def quantized_forward_work(
     """
     plain, products = list(work.matmuls), []
     passes: Counter[QuantPass] = Counter()
-    sweep_bytes = num_kernels = largest = 0
+    param_pass_bytes = num_kernels = largest = 0
     is_packed = FORMATS[perturbation_format].bits < 8
     width = FORMATS[work.dtype].element_bytes
     # Quantized values and scales of a norm's output, which queries, keys and values share, live as long as it does.
@@ -290,7 +290,7 @@ def quantized_forward_work(
             if nonzero:
                 products.append(product.model_copy(update={"n": nonzero, "format": kind}))
             cast = nonzero * inputs * (kernel == "scaled_mm")
-            sweep_bytes += 2 * times * cast
+            param_pass_bytes += 2 * times * cast
             num_kernels += times * (bool(cast) + 3 * (1 + is_beside))
             sums, is_gathered = rows * outputs * 4, most < outputs
             passes["sums"] += times * rows * (outputs + nonzero * (not is_gathered))
@@ -332,7 +332,7 @@ def quantized_forward_work(
     return work.model_copy(
         update={
             "matmuls": (*plain, *products),
-            "sweep_bytes": work.sweep_bytes + sweep_bytes,
+            "param_pass_bytes": work.param_pass_bytes + param_pass_bytes,
             "quant_passes": (Work(quant_passes=_counted(passes)) + work).quant_passes,
             "num_kernels": work.num_kernels + num_kernels,
             "workspace_bytes": max(work.workspace_bytes + shared, largest),
@@ -451,7 +451,7 @@ def quantized_update_work(
         dtype="float32",
         sampling_dtype="float32",
         # Quantized values are read and written, those of the perturbation read.
-        sweep_bytes=2 * round(nonzero_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
+        param_pass_bytes=2 * round(nonzero_share * sum(map(quant_config.qvalue_bytes, linears))) + elements,
         quant_passes=_counted(
             {
                 "matrices": len(linears),

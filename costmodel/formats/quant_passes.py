@@ -8,7 +8,7 @@ from typing import Literal
 
 from costmodel.formats import FORMATS
 
-Memory = Literal["elementwise", "sweep", "scratch"]
+Memory = Literal["elementwise", "param_pass", "scratch"]
 """Where a pass finds its operands, as the bandwidths of :data:`costmodel.rates.profile.CONSTANT_UNITS` are named."""
 
 QuantPass = Literal[
@@ -54,7 +54,7 @@ class PassCost:
     """
 
     core_rate: float
-    memory: Memory = "sweep"
+    memory: Memory = "param_pass"
     fixed_bytes: float = 0
     num_numbers: float = 0
 
@@ -69,12 +69,12 @@ PASSES: Mapping[QuantPass, PassCost] = {
     "inputs": PassCost(1.3e9, "elementwise", 1, 4),  # numbers of a product, to a byte each
     "sums": PassCost(4e9, "elementwise", 4, 2),  # of products of bytes, scaled
     "gathering": PassCost(0.6e9, "elementwise", 12),  # sums of a sparse perturbation's rows, to their places
-    "parting": PassCost(4e9, "sweep", 1.5),  # weights of less than a byte, to one each
-    "levels": PassCost(3.3e9, "sweep", 1, 1),  # weights of a byte, to numbers
-    "levels.float8": PassCost(0.3e9, "sweep", 9, 1),
-    "levels.float4": PassCost(0.9e9, "sweep", 9, 1),
-    "zeros": PassCost(1e10, "sweep", 8),  # zero points of weights, besides
-    "beside": PassCost(3e9, "sweep", 1, 2),  # a perturbation's quantized values, added to numbers
+    "parting": PassCost(4e9, "param_pass", 1.5),  # weights of less than a byte, to one each
+    "levels": PassCost(3.3e9, "param_pass", 1, 1),  # weights of a byte, to numbers
+    "levels.float8": PassCost(0.3e9, "param_pass", 9, 1),
+    "levels.float4": PassCost(0.9e9, "param_pass", 9, 1),
+    "zeros": PassCost(1e10, "param_pass", 8),  # zero points of weights, besides
+    "beside": PassCost(3e9, "param_pass", 1, 2),  # a perturbation's quantized values, added to numbers
     "packing": PassCost(0.4e9, "scratch", 14),  # of a perturbation, into bytes that several share
     "unpacking": PassCost(0.6e9, "scratch", 14),  # and out of them
     "draws": PassCost(5e3),  # of quantized values, of any length: Python, beside kernels

@@ -154,7 +154,7 @@ def backward_work(
             "elementwise_bytes": 2 * forward.elementwise_bytes,
             "num_exponentials": 0,
             "num_kernels": 2 * forward.num_kernels,
-            "sweep_bytes": forward.sweep_bytes + (3 * gradient_bytes if accumulates else 0),
+            "param_pass_bytes": forward.param_pass_bytes + (3 * gradient_bytes if accumulates else 0),
         }
     )
 
@@ -198,5 +198,5 @@ def optimizer_work(
     if foreach and optimizer == "adam":
         passes = _FOREACH_PASSES * FORMATS[_STATE_DTYPE].element_bytes
         copied = 2 * width if dtype != _STATE_DTYPE else 0
-        return Work(dtype=dtype, sweep_bytes=(passes + copied) * num_parameters, num_kernels=num_tensors)
-    return Work(dtype=dtype, sweep_bytes=3 * width * num_parameters + state, num_kernels=num_tensors)
+        return Work(dtype=dtype, param_pass_bytes=(passes + copied) * num_parameters, num_kernels=num_tensors)
+    return Work(dtype=dtype, param_pass_bytes=3 * width * num_parameters + state, num_kernels=num_tensors)

@@ -96,7 +96,7 @@ def forward_work(
     elements = sum(group.num_parameters for group in groups)
     cast = Work(
         dtype=dtype,
-        sweep_bytes=elements * (FORMATS[stored].element_bytes + FORMATS[dtype].element_bytes),
+        param_pass_bytes=elements * (FORMATS[stored].element_bytes + FORMATS[dtype].element_bytes),
         num_kernels=sum(group.num_tensors for group in groups),
     )
     workspace = work.workspace_bytes + elements * FORMATS[dtype].element_bytes

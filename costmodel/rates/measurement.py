@@ -44,7 +44,7 @@ class Measurement:
     Notes
     -----
     The fit wants, for each compute format, matrix products from small to large (rate and ``matmul_half_dim``), one
-    that only reads (``memory_bandwidth``), fused attention, draws of each distribution, sweeps and element-wise
+    that only reads (``memory_bandwidth``), fused attention, sampling of each distribution, passes over parameters and element-wise
     passes over buffers far larger and far smaller than ``cache_bytes``, many tiny kernels (``dispatch_s``), copies
     each way from tiny to large, large and tiny allocations, an empty instruction, and forwards of whole segments,
     which weigh the parts as a model mixes them. What is missing keeps the base profile's value and interval.

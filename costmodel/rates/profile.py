@@ -58,8 +58,8 @@ CONSTANT_UNITS: dict[str, str] = {
     "burst": "1",
     "elementwise_bandwidth": "byte/s",
     "elementwise_cache_bandwidth": "byte/s",
-    "sweep_bandwidth": "byte/s",
-    "sweep_cache_bandwidth": "byte/s",
+    "param_pass_bandwidth": "byte/s",
+    "param_pass_cache_bandwidth": "byte/s",
     "scratch_bandwidth": "byte/s",
     "cache_bytes": "byte",
     "quant_rate": "number/s",
@@ -121,11 +121,11 @@ CONSTANT_UNITS: dict[str, str] = {
     Of a GPU, which make the tiles of a product in waves; ``kernel_s.product`` is what starting and ending one takes besides.
 ``burst[.<dtype>]``
     How many times as fast products and attention are while they are too short for the device's power limit to slow its clocks.
-``elementwise_*``, ``sweep_*[.<dtype>]``
+``elementwise_*``, ``param_pass_*[.<dtype>]``
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
-    Sweeps differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
+    Passes over parameters differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
 ``scratch_bandwidth[.<dtype>]``
-    Of temporaries between the passes of one sweep: cached pieces on a CPU, memory on a GPU.
+    Of temporaries between the passes of one perturbation or update: cached pieces on a CPU, memory on a GPU.
 ``quant_rate.<pass>[.<dtype>]``
     Elements per second of the passes over quantized values of :data:`costmodel.formats.quant_passes.PASSES`, as all of a CPU's threads share them.
 ``exponential_rate``

@@ -22,8 +22,8 @@ _CONSTANTS: Mapping[WorkType, tuple[str, ...]] = {
     "passes": (
         "elementwise_bandwidth",
         "elementwise_cache_bandwidth",
-        "sweep_bandwidth",
-        "sweep_cache_bandwidth",
+        "param_pass_bandwidth",
+        "param_pass_cache_bandwidth",
         "scratch_bandwidth",
         "exponential_rate",
         "cast_rate",

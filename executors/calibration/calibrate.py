@@ -1,6 +1,6 @@
 """Measures what this machine does per second, as work and seconds that a profile is fitted to.
 
-Every probe runs code that a training step runs too: the executor's own sweeps, draws and copies, torch's kernels.
+Every probe runs code that a training step runs too: the executor's own passes over parameters, sampling and copies, torch's kernels.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def calibrate(
     num_threads : int, optional
         Threads of torch's kernels while measuring; by default as many as torch uses now.
     dtypes : sequence of str
-        Formats to measure products, sweeps and draws in.
+        Formats to measure products, passes over parameters and sampling in.
     budget_s : float
         Time to spend measuring, building the probes apart. At least three rounds are made whatever it is.
     on_round : callable, optional

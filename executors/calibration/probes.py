@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from costmodel.sweeps import allocation_work, closing_work, copy_work, perturb_work, update_work
+from costmodel.param_passes import allocation_work, closing_work, copy_work, perturb_work, update_work
 from costmodel.work import SHARED_ELEMENTS, Attention, Matmul, Work
 from executors.calibration.probing import (
     CACHE_BYTES,
@@ -29,7 +29,7 @@ from executors.formats import TORCH_DTYPES
 from executors.low_bits.exact_products import exact_sums
 from executors.models.increments import Increments
 from executors.randomness.rng import generator_on
-from executors.steps.arithmetic import Sweeper
+from executors.steps.arithmetic import ParamPass
 
 MATMUL_SHAPES = {
     "cpu": (
@@ -77,7 +77,7 @@ def kernel_probes(device: torch.device, dtypes: Sequence[str]) -> Iterator[Probe
     for dtype in dtypes:
         yield from _matmuls(device, dtype)
         yield from _attentions(device, dtype)
-        yield from _sweeps(device, dtype)
+        yield from _param_passes(device, dtype)
     yield from _integer_matmuls(device)
     yield from sampling_probes(device, dtypes)
     yield from _factorisations(device)
@@ -140,8 +140,8 @@ def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
         yield Probe(f"attention {batch}x{heads}x{tokens}x{width} {dtype}", work, run)
 
 
-def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
-    sweeper = Sweeper()
+def _param_passes(device: torch.device, dtype: str) -> Iterator[Probe]:
+    param_pass = ParamPass()
     for place, size_bytes in (("in memory", MEMORY_BYTES[device_type_of(device)] // 16), _places(device)[1]):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
         z = random_tensor(device, dtype, num)
@@ -155,10 +155,10 @@ def _sweeps(device: torch.device, dtype: str) -> Iterator[Probe]:
         signs = cycle((1, -1))
 
         def perturb(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
-            sweeper.perturb_scaled(next(turns), z, next(signs))
+            param_pass.perturb_scaled(next(turns), z, next(signs))
 
         def update(turns: Iterator[Tensor] = turns, z: Tensor = z, signs: Iterator[int] = signs) -> None:
-            sweeper.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=None)
+            param_pass.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=None)
 
         work = perturb_work(num, dtype=format_named(dtype))
         yield Probe(f"perturb {place} {dtype}", work, perturb)

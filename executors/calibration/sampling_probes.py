@@ -16,7 +16,7 @@ from costmodel.formats.distributions import (
     NUM_RNG_MARKS,
     SamplingClass,
 )
-from costmodel.sweeps import cast_work, perturb_work, sampling_work
+from costmodel.param_passes import cast_work, perturb_work, sampling_work
 from executors.calibration.probing import MEMORY_BYTES, Probe, device_type_of, format_named, random_tensor
 from executors.formats import TORCH_DTYPES
 from executors.randomness.counter import CounterKey, CounterSampler
@@ -53,7 +53,7 @@ def _samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _shared_samplings(device: torch.device, dtype: str) -> Iterator[Probe]:
-    """Yield draws by all threads at once, each with a sweep by torch's own threads, which must gather again."""
+    """Yield draws by all threads at once, each with a pass by torch's own threads, which must gather again."""
     if device.type != "cpu":
         return
     threads, sampler = SamplingThreads(torch.get_num_threads()), sampler_named("gaussian")

@@ -85,7 +85,7 @@ class StepShape:
 _IMMEDIATE = {"schedule": {"update": "immediate"}}
 _DELAYED = {"schedule": {"update": "delayed"}}
 _OFFLOADED = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded"}}
-_SWEEP = {"schedule": {"traversal": "sweep"}}
+_FULL_PASS = {"schedule": {"traversal": "full"}}
 _COUNTER = {"perturbations": {"rng": "counter"}, "schedule": {"update": "immediate"}}
 _SIGNS = {"perturbations": {"distribution": "rademacher"}, "schedule": {"update": "delayed"}}
 
@@ -93,11 +93,11 @@ STEP_SHAPES = (
     StepShape("opt", 96, 32, 700, 3, 48, "float32", _DELAYED),
     StepShape("opt", 96, 32, 3000, 6, 232, "bfloat16", _OFFLOADED),
     StepShape("gpt2", 96, 48, 20000, 4, 56, "float32", _DELAYED),
-    StepShape("gpt2", 160, 32, 2000, 4, 200, "bfloat16", _SWEEP),
+    StepShape("gpt2", 160, 32, 2000, 4, 200, "bfloat16", _FULL_PASS),
     StepShape("llama", 160, 80, 9000, 2, 40, "float32", _COUNTER),
     StepShape("llama", 224, 56, 1500, 5, 96, "float32", _OFFLOADED),
     StepShape("opt", 224, 56, 7000, 1, 144, "bfloat16", _SIGNS),
-    StepShape("gpt2", 320, 64, 400, 2, 136, "float32", _SWEEP),
+    StepShape("gpt2", 320, 64, 400, 2, 136, "float32", _FULL_PASS),
     StepShape("opt", 320, 64, 6000, 3, 56, "bfloat16", _DELAYED),
     StepShape("llama", 320, 64, 30000, 1, 64, "float32", _SIGNS),
     StepShape("gpt2", 448, 64, 900, 4, 80, "bfloat16", _COUNTER),

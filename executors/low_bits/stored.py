@@ -1,7 +1,7 @@
 """Storage of a parameter as an object: its perturbed view, update, memory, and tensors in files.
 
 Five methods are all that the rest of the executor uses. :meth:`Stored.at` and :meth:`Stored.update` take all parameters of a group that are
-stored alike: on an accelerator the launch of a kernel takes longer than its work on one of them. A sweep over a group of numbers along a
+stored alike: on an accelerator the launch of a kernel takes longer than its work on one of them. A pass over a group of numbers along a
 perturbation of numbers needs neither: there the group is one flat tensor (:mod:`executors.steps.arithmetic`).
 """
 
@@ -161,7 +161,7 @@ class UpdateStep:
     counted : UpdateCounts
         Is added to.
     add : callable
-        As :meth:`executors.steps.arithmetic.Sweeper.update_several`.
+        As :meth:`executors.steps.arithmetic.ParamPass.update_several`.
     sums : list of torch.Tensor or None
         Where several steps are rounded together, what those before add up to, by parameter; then what they do with this one.
     is_rounded : bool

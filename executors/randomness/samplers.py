@@ -152,7 +152,7 @@ _EXACTLY_SCALED = (torch.float32, torch.float64)
 """Formats in which a deviation is not rounded before it multiplies: a narrower one holds it in that format."""
 
 _ALONE_ELEMENTS = (1 << 15) - 64
-"""Elements that torch sweeps on the calling thread alone."""
+"""Elements that torch passes over on the calling thread alone."""
 
 RAW_BITS = 64
 """Signs that are made of one random number."""

@@ -27,7 +27,7 @@ from executors.device_scalars import DeviceScalar
 from executors.low_bits.packed import QValues
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Elements of all temporaries of a sweep together. On a CPU these stay in a shared cache, and each operation is long
+"""Elements of all temporaries of a pass together. On a CPU these stay in a shared cache, and each operation is long
 against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
 
 _LAUNCHED_ALONE_ELEMENTS = 1 << 22
@@ -37,7 +37,7 @@ _LAUNCHED_ALONE_ELEMENTS = 1 << 22
 _Given = TypeVar("_Given")
 
 
-class Sweeper:
+class ParamPass:
     """Runs the passes over parameters, keeping scratch memory from one to the next.
 
     Parameters
@@ -74,11 +74,11 @@ class Sweeper:
         _check_scale(scale)
         left = theta if out is None else out
 
-        def sweep(begin: int, end: int, product: Tensor) -> None:
+        def write(begin: int, end: int, product: Tensor) -> None:
             _multiplied(z[begin:end], scale * epsilon, product)
             torch.add(theta[begin:end], product, out=left[begin:end])
 
-        self._sweep(theta, sweep, num_temporaries=1)
+        self._in_chunks(theta, write, num_temporaries=1)
 
     def perturb_scaled(self, theta: Tensor, w: Tensor, scale: int, out: Tensor | None = None) -> None:
         """Write ``θ + s·w``, where ``w = z·ε`` has been rounded already."""
@@ -124,7 +124,7 @@ class Sweeper:
         """
         factor = gradient.factor(theta.dtype) if isinstance(gradient, DeviceScalar) else gradient
 
-        def sweep(begin: int, end: int, product: Tensor, *decay: Tensor) -> None:
+        def write(begin: int, end: int, product: Tensor, *decay: Tensor) -> None:
             piece = theta[begin:end]
             _multiplied(z[begin:end], factor, product)
             if weight_decay and decaying is None:
@@ -142,7 +142,7 @@ class Sweeper:
             product.mul_(learning_rate)
             piece.sub_(product)
 
-        self._sweep(theta, sweep, num_temporaries=2 if weight_decay else 1)
+        self._in_chunks(theta, write, num_temporaries=2 if weight_decay else 1)
 
     def update_signs(
         self, theta: Tensor, z: Tensor, *, gradient: float | DeviceScalar, learning_rate: float
@@ -227,7 +227,7 @@ class Sweeper:
                 flat.mul_(learning_rate)
                 torch._foreach_sub_(here, products)
 
-    def _sweep(self, theta: Tensor, sweep: Callable[..., None], *, num_temporaries: int) -> None:
+    def _in_chunks(self, theta: Tensor, write: Callable[..., None], *, num_temporaries: int) -> None:
         total = theta.numel()
         most = CHUNK_ELEMENTS.get(theta.device.type, 1 << 20)
         if theta.device.type == "cpu" and self._chunk_elements:
@@ -237,7 +237,7 @@ class Sweeper:
         with torch.no_grad():
             for begin in range(0, total, size):
                 length = min(size, total - begin)
-                sweep(begin, begin + length, *(kept[i * size :][:length] for i in range(num_temporaries)))
+                write(begin, begin + length, *(kept[i * size :][:length] for i in range(num_temporaries)))
 
     def _kept(self, size: int, like: Tensor) -> Tensor:
         # Not kept on a GPU, where the caching allocator orders reuse by stream.

@@ -137,7 +137,7 @@ class Interpreter:
     @property
     def quantized_updates(self) -> UpdateCounts:
         """What became of the updates of quantized weights."""
-        return self._actions.sweeps.counts
+        return self._actions.param_passes.counts
 
     @property
     def boundaries(self) -> BoundaryActions:

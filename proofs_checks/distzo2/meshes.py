@@ -37,7 +37,7 @@ CASES = (
         update="delayed",
         rng="counter",
     ),
-    Case(perturb=4, num_perturbations=2, inner="data", traversal="sweep", num_steps=1),
+    Case(perturb=4, num_perturbations=2, inner="data", traversal="full", num_steps=1),
 )
 """A batch in unlike shards; the two signs of a perturbation on two devices; both at once with sliced uploads; perturbations on devices of their own."""
 

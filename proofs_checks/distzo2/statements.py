@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 
 from costmodel.models.configs import spec_of_config
-from executors.steps.arithmetic import Sweeper, projected_gradient
+from executors.steps.arithmetic import ParamPass, projected_gradient
 from executors.steps.micro_batches import accumulated
 from proofs_checks.claims import Checks, conditioned, corrected, counterexample, printed
 from proofs_checks.distzo2.sliced_transfers import programs
@@ -89,12 +89,12 @@ def check_restored_in_place(_context: Context) -> Outcome:
     generator = torch.Generator().manual_seed(3)
     weights, z = (torch.randn(10_000, generator=generator) for _ in range(2))
     weights *= 0.02  # as weights of language models are
-    sweeper = Sweeper()
+    param_pass = ParamPass()
     copies = []
     for signs in ((1, -1), (-1, 1)):
         copy = weights.clone()
         for sign in signs:
-            sweeper.perturb(copy, z, sign, 1e-3)
+            param_pass.perturb(copy, z, sign, 1e-3)
         copies.append(copy)
     unlike = int((copies[0] != copies[1]).sum())
     away = int((copies[0] != weights).sum())
@@ -356,7 +356,7 @@ def literal_step(
 
 
 def check_algorithm_1(context: Context) -> Outcome:
-    """Compare a step of algorithm 1 with equations 1 and 2, in rationals, and the shipped sweep with a literal loop."""
+    """Compare a step of algorithm 1 with equations 1 and 2, in rationals, and the shipped passes with a literal loop."""
     weights, z = [Fraction(3, 8), Fraction(-5, 7)], [Fraction(2, 5), Fraction(9, 4)]
     rate, epsilon = Fraction(1, 10), Fraction(1, 50)
     losses = [
@@ -367,7 +367,7 @@ def check_algorithm_1(context: Context) -> Outcome:
     return everything_holds(
         {
             "rationals": is_true(literal_step(weights, z, rate, epsilon) == wanted, what="θ - ηgz"),
-            "shipped, swept": _differences(Case(traversal="sweep", num_steps=2), context.seed),
+            "shipped, full pass": _differences(Case(traversal="full", num_steps=2), context.seed),
         }
     )
 
@@ -389,7 +389,7 @@ def losses_reduced(shipped, programs):
     return replace(counts, scalar_bytes=0, reduced_bytes=counts.scalar_bytes)
 
 
-@planted("executors.steps.arithmetic:Sweeper.perturb_scaled", "no way back from a perturbed copy")
+@planted("executors.steps.arithmetic:ParamPass.perturb_scaled", "no way back from a perturbed copy")
 def half_way_back(shipped, self, theta, w, scale, *rest):
     shipped(self, theta, w, scale if scale > 0 else -1, *rest)
 
@@ -412,7 +412,7 @@ CHECKS: Checks = {
             check_restored_in_place,
             Fault(
                 "perturbations of nothing",
-                "executors.steps.arithmetic:Sweeper.perturb",
+                "executors.steps.arithmetic:ParamPass.perturb",
                 lambda shipped, self, theta, z, scale, epsilon: shipped(self, theta, z, scale, 0 * epsilon),
             ),
         ),

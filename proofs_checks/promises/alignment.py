@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 CASES = (
-    Case(traversal="sweep", num_perturbations=2),
+    Case(traversal="full", num_perturbations=2),
     Case(num_perturbations=2, blocks="offloaded", update="delayed", num_staging_buffers=1),
     Case(
         num_perturbations=2,
@@ -49,7 +49,7 @@ CASES = (
         update="delayed",
     ),
 )
-"""Runs that each take another path through the executor: swept, in one staging buffer, drawn ahead, in half precision and resumed, in micro-batches, of low rank."""
+"""Runs that each take another path through the executor: in full passes, in one staging buffer, drawn ahead, in half precision and resumed, in micro-batches, of low rank."""
 
 
 def check_placements(context: Context) -> Outcome:
@@ -199,7 +199,7 @@ def _unlike_sequences(sampler: DistributionSampler, seed: int) -> int:
     return sum(not same_bits(*pair) for pair in pairs)
 
 
-@planted("executors.steps.arithmetic:Sweeper.update", "one bit of a weight")
+@planted("executors.steps.arithmetic:ParamPass.update", "one bit of a weight")
 def one_bit(shipped, self, theta, *rest, **named):
     shipped(self, theta, *rest, **named)
     theta[:1].mul_(1 + 2**-23)

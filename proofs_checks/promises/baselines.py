@@ -102,7 +102,7 @@ def check_bubble(_context: Context) -> Outcome:
                     next(
                         template.activities["step", item.id].seconds
                         for item in template.program.step
-                        if isinstance(item.op, kind) and item.work.sweep_bytes
+                        if isinstance(item.op, kind) and item.work.param_pass_bytes
                     )
                     for kind in (Forward, Backward)
                 )
@@ -130,8 +130,8 @@ def _timed(program: Program) -> Program:
             work = Work(link_bytes=item.work.link_bytes)
         elif isinstance(op, Forward | Backward):
             key = op.kind, op.microbatch
-            sweep_bytes = 10**13 if isinstance(op, Forward) else 2 * 10**13
-            work = Work() if key in seen else Work(sweep_bytes=sweep_bytes)
+            param_pass_bytes = 10**13 if isinstance(op, Forward) else 2 * 10**13
+            work = Work() if key in seen else Work(param_pass_bytes=param_pass_bytes)
             seen.add(key)
         step.append(replace(item, work=work))
     return replace(program, step=tuple(step))

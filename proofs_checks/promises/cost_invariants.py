@@ -39,7 +39,7 @@ _LARGEST = 10**10
 _DENSITY = 0.3
 _SIZES = (
     "elementwise_bytes",
-    "sweep_bytes",
+    "param_pass_bytes",
     "scratch_bytes",
     "num_exponentials",
     "num_normals",
@@ -50,7 +50,7 @@ _SIZES = (
 )
 """Kernels are not among them: each finds its own part in cache, so more of them may serve the same bytes faster."""
 _DIMS = {"m", "n", "k", "num", "query", "key", "head_dim"}
-_BYTES = ("elementwise_bytes", "sweep_bytes", "scratch_bytes", "copy_bytes", "allocation_bytes")
+_BYTES = ("elementwise_bytes", "param_pass_bytes", "scratch_bytes", "copy_bytes", "allocation_bytes")
 _GIB = 2**30
 
 
@@ -124,7 +124,7 @@ def check_rates(context: Context) -> Outcome:
     )
 
 
-_COUNTED = {"matmul_rate", "memory_bandwidth", "sweep_bandwidth", "sampling_rate", "copy_h2d_bandwidth"}
+_COUNTED = {"matmul_rate", "memory_bandwidth", "param_pass_bandwidth", "sampling_rate", "copy_h2d_bandwidth"}
 """Kinds of which each must matter to some work."""
 
 
@@ -170,7 +170,7 @@ def _largest_fall_of_forwards(context: Context) -> float:
 
 
 def programs() -> Iterator[tuple[str, Program]]:
-    """Yield programs of unlike schedules: resident, offloaded, offloaded without overlap, swept."""
+    """Yield programs of unlike schedules: resident, offloaded, offloaded without overlap, in full passes."""
     config = {
         "model_type": "opt",
         "hidden_size": 256,
@@ -190,7 +190,7 @@ def programs() -> Iterator[tuple[str, Program]]:
     offloaded = Residency(blocks="offloaded")
     points: Mapping[str, dict[str, object]] = {
         "resident": {},
-        "swept": {"schedule": Schedule(traversal="sweep")},
+        "full pass": {"schedule": Schedule(traversal="full")},
         "offloaded": {"residency": offloaded, "schedule": Schedule(update="delayed")},
         "one staging buffer": {
             "residency": offloaded.model_copy(update={"num_staging_buffers": 1}),
@@ -299,9 +299,9 @@ def slower_by_a_faster_route(shipped, work, values, direction="h2d"):
     return shipped(work, {**values, name: 1e18 / values[name]}, direction)
 
 
-@planted("costmodel.estimate:work_terms", "sweeps at no particular rate")
-def sweeps_at_one_rate(shipped, work, values, *rest):
-    rates = {name: 1e9 for name in values if name.startswith("sweep_bandwidth")}
+@planted("costmodel.estimate:work_terms", "passes over parameters at no particular rate")
+def param_passes_at_one_rate(shipped, work, values, *rest):
+    rates = {name: 1e9 for name in values if name.startswith("param_pass_bandwidth")}
     return shipped(work, {**values, **rates}, *rest)
 
 
@@ -315,7 +315,7 @@ CHECKS: Checks = {
     "durations-fall-with-rates": printed(
         check_rates,
         slower_by_a_faster_route,
-        sweeps_at_one_rate,
+        param_passes_at_one_rate,
     ),
     "durations-grow-with-sizes": printed(
         check_sizes,
@@ -325,7 +325,7 @@ CHECKS: Checks = {
             lambda shipped, part, *rest: part.m * shipped(part, *rest),
         ),
         Fault(
-            "sweeps of which the cache holds more than there is",
+            "passes of which the cache holds more than there is",
             "costmodel.estimate:_cached_bytes",
             lambda _shipped, size_bytes, *_rest: 1.5 * size_bytes,
         ),

@@ -293,14 +293,14 @@ _THREE_PERCENT = Fault(
 )
 _SHORT_STEP = Fault(
     "perturbations 3 % short",
-    "executors.steps.arithmetic:Sweeper.perturb",
+    "executors.steps.arithmetic:ParamPass.perturb",
     lambda shipped, self, theta, z, scale, epsilon, *out: shipped(
         self, theta, z, scale, 0.97 * epsilon, *out
     ),
 )
 
 
-@planted("executors.steps.ops.sweep:Sweeps.update", "the first perturbation's gradient for all")
+@planted("executors.steps.ops.param_passes:ParamPasses.update", "the first perturbation's gradient for all")
 def first_gradient(shipped, self, instruction):
     return shipped(self, replace(instruction, op=replace(instruction.op, perturbation=0)))
 
@@ -373,7 +373,7 @@ CHECKS: Checks = {
             ),
             Fault(
                 "updates along signs twice as long",
-                "executors.steps.arithmetic:Sweeper.update_signs",
+                "executors.steps.arithmetic:ParamPass.update_signs",
                 lambda shipped, *given, gradient, learning_rate: shipped(
                     *given, gradient=gradient, learning_rate=2 * learning_rate
                 ),

@@ -328,7 +328,7 @@ def check_all_points_at_once(context: Context) -> Outcome:
 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
-_BY_QVALUES = "executors.steps.ops.sweep:Sweeps._update_by_qvalues"
+_BY_QVALUES = "executors.steps.ops.param_passes:ParamPasses._update_by_qvalues"
 
 _GRIDS = "executors.low_bits.grids"
 

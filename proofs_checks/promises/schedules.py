@@ -39,7 +39,7 @@ _AXES: Mapping[str, Mapping[str, Sequence[object]]] = {
         "reuse_staging_buffers": (True, False),
         "transfer_dtype": ("float32", "bfloat16"),
     },
-    "schedule": {"traversal": ("sweep", "blockwise"), "update": ("immediate", "delayed")},
+    "schedule": {"traversal": ("full", "blockwise"), "update": ("immediate", "delayed")},
 }
 
 

@@ -22,7 +22,7 @@ from zosim.plans import Estimator, Mesh, Placement, Plan, Schedule, Split
 from zosim.program.operations import Send
 
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "behind a block, swept": (("block.0",), "sweep"),
+    "behind a block, full pass": (("block.0",), "full"),
     "inside a block, block by block": (("block.1.mlp",), "blockwise"),
     "three split points, block by block": (("block.0", "block.1.mlp", "block.2.mlp"), "blockwise"),
 }
@@ -48,7 +48,7 @@ def staged(split_points: tuple[str, ...], traversal: str, **axes: Any) -> Plan:
 RUNS = (
     Case(split_points=("block.1.mlp",), num_perturbations=2),
     Case(split_points=("block.0", "block.1.mlp", "block.2.mlp"), rng="counter", num_steps=1),
-    Case(model="untied", split_points=("block.1.mlp",), traversal="sweep", order="execution", num_steps=1),
+    Case(model="untied", split_points=("block.1.mlp",), traversal="full", order="execution", num_steps=1),
 )
 
 

@@ -638,7 +638,8 @@ def inputs_cut_off(shipped, inputs, *rest):
 
 
 @planted(
-    "executors.steps.ops.sweep:Sweeps._update_by_qvalues", "uniforms of the step that applies a late update"
+    "executors.steps.ops.param_passes:ParamPasses._update_by_qvalues",
+    "uniforms of the step that applies a late update",
 )
 def late_uniforms(shipped, *given):
     update = shipped(*given)

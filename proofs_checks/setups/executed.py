@@ -284,7 +284,7 @@ _ONE_DEVICE: Mapping[str, Sequence[Any]] = {
     "sampled_ahead": (False, True),
     "blocks": ("resident", "offloaded"),
     "num_staging_buffers": (3, 1, 2),
-    "traversal": ("blockwise", "sweep"),
+    "traversal": ("blockwise", "full"),
     "update": ("immediate", "delayed"),
     "num_sampling_threads": (1, 2),
 }

@@ -17,7 +17,7 @@ from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from executors.models.increments import AdapterState, Increments
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import _RIGHT, FactorSampler, Window, divisor_of, fill_product
-from executors.steps.arithmetic import Sweeper, projected_gradient
+from executors.steps.arithmetic import ParamPass, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.outcomes import Context, Outcome, everything_holds
 from proofs_checks.planting import Fault, altered, planted
@@ -143,15 +143,15 @@ def shipped_factor_estimate(name: DistributionName, left: Tensor, right: Tensor)
     rank, distribution = left.shape[1], DISTRIBUTIONS[name]
     z = torch.empty_like(_SLOPE)
     fill_product(z, left, right, divisor_of(rank, distribution.rank_power))
-    z, sweeper, x = z.view(-1), Sweeper(), torch.zeros(_SLOPE.numel(), dtype=torch.float64)
+    z, param_pass, x = z.view(-1), ParamPass(), torch.zeros(_SLOPE.numel(), dtype=torch.float64)
     losses = []
     for scale in (1, -2):
-        sweeper.perturb(x, z, scale, 0.5)
+        param_pass.perturb(x, z, scale, 0.5)
         losses.append(_SLOPE.view(-1) @ x)
     gradient = projected_gradient(losses[0], losses[1], 0.5, central=True).item()
     updated = torch.zeros_like(x)
     divided = gradient / divisor_of(rank, distribution.update_rank_power)
-    sweeper.update(updated, z, gradient=divided, learning_rate=1.0, weight_decay=None)
+    param_pass.update(updated, z, gradient=divided, learning_rate=1.0, weight_decay=None)
     return -updated.view(_SLOPE.shape)
 
 

@@ -36,7 +36,7 @@ _CONFIGS = {
     "untied": lambda: LlamaConfig(intermediate_size=24, **_SHAPE),
 }
 
-SWEEP: dict[str, Any] = {"schedule": Schedule(traversal="sweep")}
+FULL_PASS: dict[str, Any] = {"schedule": Schedule(traversal="full")}
 BLOCKWISE: dict[str, Any] = {}
 DELAYED: dict[str, Any] = {"schedule": Schedule(update="delayed")}
 OFFLOADED: dict[str, Any] = {"residency": Residency(blocks="offloaded"), **DELAYED}
@@ -45,7 +45,7 @@ Key = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class RecordedPass:
     """One perturbation as it ran.
 
     Attributes
@@ -77,7 +77,7 @@ class Trace:
     perturbations : dict
         By step, perturbation and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
         it multiplied already, updates find ``z``.
-    sweeps : list of Sweep
+    param_passes : list of RecordedPass
     parameters : dict
         By group: name and number of elements of each of its parameters, in their order.
     """
@@ -86,7 +86,7 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
     sampled: dict[Key, Tensor] = field(default_factory=dict)
     perturbations: dict[Key, list[Tensor]] = field(default_factory=dict)
-    sweeps: list[Sweep] = field(default_factory=list)
+    param_passes: list[RecordedPass] = field(default_factory=list)
     parameters: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 
@@ -201,7 +201,7 @@ def _observed(
             trace.sampled[key] = z
         trace.perturbations.setdefault(key, []).append(z if is_kept_scaled else z * epsilon)
         if isinstance(op, Perturb):
-            trace.sweeps.append(Sweep(key, op.scale, before, values(weights)))
+            trace.param_passes.append(RecordedPass(key, op.scale, before, values(weights)))
 
     return observed
 

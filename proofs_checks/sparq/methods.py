@@ -80,7 +80,7 @@ def check_split_evaluations(difference: str, context: Context) -> Outcome:
     unlike = differences(
         Case(
             split_points=("block.1",),
-            traversal="sweep",
+            traversal="full",
             difference=difference,
             num_perturbations=2,
             num_steps=1,

@@ -148,7 +148,7 @@ def check_last_lines_of_lemma_4(context: Context) -> Outcome:
 def _counts(hidden_factor: int, difference: str, num_perturbations: int) -> StepCounts:
     """Return what a step of two stages sends, with blocks that are so many times as wide."""
     estimator = Estimator.model_validate({"difference": difference, "num_perturbations": num_perturbations})
-    plan = staged(("block.0",), "sweep", estimator=estimator)
+    plan = staged(("block.0",), "full", estimator=estimator)
     spec = plan.model.model_dump(mode="json")
     for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
         if spec.get(name):

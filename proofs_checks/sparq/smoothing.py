@@ -409,7 +409,7 @@ def check_assumption_two(_context: Context) -> Outcome:
 
 _THREE_PERCENT = Fault(
     "perturbations three percent long",
-    "executors.steps.arithmetic:Sweeper.perturb",
+    "executors.steps.arithmetic:ParamPass.perturb",
     lambda shipped, self, theta, z, scale, epsilon, out=None: shipped(
         self, theta, z, scale, 1.03 * epsilon, out
     ),

@@ -51,7 +51,7 @@ def literal_mezo(chain: Sequence[Tensor], rates: Sequence[float]) -> None:
     """Run algorithm 3 in place, a step for each learning rate; a tensor that stands twice in the chain is one parameter."""
     parameters = list({id(theta): theta for theta in chain}.values())
 
-    def sweep(seed: int, factor: float) -> None:
+    def add_perturbation(seed: int, factor: float) -> None:
         generator = torch.Generator().manual_seed(seed)
         for theta in parameters:
             theta.add_(factor * _sample(generator))
@@ -59,12 +59,12 @@ def literal_mezo(chain: Sequence[Tensor], rates: Sequence[float]) -> None:
     for step, rate in enumerate(rates):
         losses = []
         for factor in (_EPSILON, -2 * _EPSILON):
-            sweep(step, factor)
+            add_perturbation(step, factor)
             hidden = _INPUT
             for theta in chain:
                 hidden = _forward(theta, hidden)
             losses.append(_loss(hidden))
-        sweep(step, _EPSILON)
+        add_perturbation(step, _EPSILON)
         g = ((losses[0] - losses[1]) / (2 * _EPSILON)).item()
         generator = torch.Generator().manual_seed(step)
         for theta in parameters:
@@ -433,7 +433,7 @@ CHECKS: Checks = {
         check_updates_lost,
         Fault(
             "steps ten thousand times as long",
-            "executors.steps.arithmetic:Sweeper.update",
+            "executors.steps.arithmetic:ParamPass.update",
             lambda shipped, *given, learning_rate, **named: shipped(
                 *given, learning_rate=1e4 * learning_rate, **named
             ),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from executors.runs.session import Session
-from executors.steps.arithmetic import Sweeper
+from executors.steps.arithmetic import ParamPass
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import at_most
 from proofs_checks.faults import empty_flush, present_rate, second_by_epsilon
@@ -22,10 +22,10 @@ from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.placements import (
     BLOCKWISE,
     DELAYED,
+    FULL_PASS,
     OFFLOADED,
-    SWEEP,
     Key,
-    Sweep,
+    RecordedPass,
     Trace,
     same_bits,
     tiny_model,
@@ -38,11 +38,11 @@ EPSILON = 1e-3
 _ROUND_TRIP = (1, -2, 1)
 
 
-def _visits(trace: Trace) -> dict[Key, list[Sweep]]:
+def _visits(trace: Trace) -> dict[Key, list[RecordedPass]]:
     """Return the perturbations of each step, index and group, in the order in which they ran."""
-    by_key: dict[Key, list[Sweep]] = {}
-    for sweep in trace.sweeps:
-        by_key.setdefault(sweep.key, []).append(sweep)
+    by_key: dict[Key, list[RecordedPass]] = {}
+    for recorded in trace.param_passes:
+        by_key.setdefault(recorded.key, []).append(recorded)
     return by_key
 
 
@@ -50,17 +50,20 @@ def check_sequence(context: Context) -> Outcome:
     """Count perturbations that are out of sequence, or differ in a bit from the literal expression."""
     details, differing = [], 0
     for dtype in DTYPES:
-        for name, axes in (("swept", SWEEP), ("offloaded", OFFLOADED)):
+        for name, axes in (("full pass", FULL_PASS), ("offloaded", OFFLOADED)):
             trace = train("tied", num_steps=2, dtype=dtype, seed=context.seed, **axes)
             sequences = sum(
-                tuple(sweep.scale for sweep in sweeps) != _ROUND_TRIP for sweeps in _visits(trace).values()
+                tuple(recorded.scale for recorded in param_passes) != _ROUND_TRIP
+                for param_passes in _visits(trace).values()
             )
             unlike = sum(
-                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.sampled[sweep.key]) * EPSILON)
-                for sweep in trace.sweeps
+                not same_bits(
+                    recorded.after, recorded.before + (recorded.scale * trace.sampled[recorded.key]) * EPSILON
+                )
+                for recorded in trace.param_passes
             )
             details.append(
-                f"{dtype}, {name}: {unlike} of {len(trace.sweeps)} differ from θ + (s·z)·ε, "
+                f"{dtype}, {name}: {unlike} of {len(trace.param_passes)} differ from θ + (s·z)·ε, "
                 f"{sequences} visits are not +1, -2, +1"
             )
             differing += sequences + unlike
@@ -73,9 +76,9 @@ def check_drift(context: Context) -> Outcome:
     for dtype in DTYPES:
         trace = train("untied", num_steps=context.samples(10, 2), dtype=dtype, seed=context.seed, **BLOCKWISE)
         ratios, changed, total = 0.0, 0, 0
-        for sweeps in _visits(trace).values():
-            drift = (sweeps[-1].after.double() - sweeps[0].before.double()).abs()
-            ratios = max(ratios, float((drift / _rounding_bound(sweeps)).max()))
+        for param_passes in _visits(trace).values():
+            drift = (param_passes[-1].after.double() - param_passes[0].before.double()).abs()
+            ratios = max(ratios, float((drift / _rounding_bound(param_passes)).max()))
             changed += int((drift > 0).sum())
             total += drift.numel()
         largest = max(largest, ratios)
@@ -98,9 +101,9 @@ def check_unrestored(context: Context) -> Outcome:
             # A product in half precision is rounded once, from float32, in which torch has ε.
             wide = np.promote_types(dtype, np.float32).type
             theta = theta + (z.astype(wide) * wide(scale * EPSILON)).astype(dtype)
-        shipped, sweeper = torch.from_numpy(start.copy()), Sweeper()
+        shipped, param_pass = torch.from_numpy(start.copy()), ParamPass()
         for scale in _ROUND_TRIP:
-            sweeper.perturb(shipped, torch.from_numpy(z), scale, EPSILON)
+            param_pass.perturb(shipped, torch.from_numpy(z), scale, EPSILON)
         changed = int((theta != start).sum())
         wrong += int((shipped.numpy() != theta).sum()) + (changed == 0)
         details.append(f"{dtype.__name__}: {changed} of {len(start)} weights end with other bits")
@@ -109,10 +112,10 @@ def check_unrestored(context: Context) -> Outcome:
     )
 
 
-def _rounding_bound(sweeps: list[Sweep]) -> Tensor:
+def _rounding_bound(param_passes: list[RecordedPass]) -> Tensor:
     """Return ``u·(|θ₁| + |θ₂| + |θ₃|)``, plus what products may lose below the normal range."""
-    info = torch.finfo(sweeps[0].after.dtype)
-    visited = sum(sweep.after.double().abs() for sweep in sweeps)
+    info = torch.finfo(param_passes[0].after.dtype)
+    visited = sum(recorded.after.double().abs() for recorded in param_passes)
     return torch.as_tensor(visited * (info.eps / 2) + 2 * info.smallest_normal * info.eps)
 
 
@@ -121,7 +124,7 @@ def check_copies(context: Context) -> Outcome:
     details, differing = [], 0
     still: dict[str, Any] = {"learning_rate": lambda _step: 0.0, "weight_decay": 0.0}
     for dtype in DTYPES:
-        for name, axes in (("swept", SWEEP), ("block by block", BLOCKWISE), ("offloaded", OFFLOADED)):
+        for name, axes in (("full pass", FULL_PASS), ("block by block", BLOCKWISE), ("offloaded", OFFLOADED)):
             copies: dict[str, Any] = {
                 "weights": Weights(perturbation="copies"),
                 "perturbations": Perturbations(sampled_ahead=True),
@@ -134,16 +137,18 @@ def check_copies(context: Context) -> Outcome:
             }
             moved = sum(not same_bits(start[name], trace.weights[name]) for name in start)
             unlike = sum(
-                not same_bits(sweep.after, sweep.before + (sweep.scale * trace.sampled[sweep.key]) * EPSILON)
-                for sweep in trace.sweeps
+                not same_bits(
+                    recorded.after, recorded.before + (recorded.scale * trace.sampled[recorded.key]) * EPSILON
+                )
+                for recorded in trace.param_passes
             )
             unlike += sum(
-                [sweep.scale for sweep in sweeps] != [1, -1]
-                or not same_bits(sweeps[0].before, sweeps[1].before)
-                for sweeps in _visits(trace).values()
+                [recorded.scale for recorded in param_passes] != [1, -1]
+                or not same_bits(param_passes[0].before, param_passes[1].before)
+                for param_passes in _visits(trace).values()
             )
             details.append(
-                f"{dtype}, {name}: {moved} of {len(start)} tensors moved; {unlike} of {len(trace.sweeps)} points differ"
+                f"{dtype}, {name}: {moved} of {len(start)} tensors moved; {unlike} of {len(trace.param_passes)} points differ"
             )
             differing += moved + unlike
     return Outcome(differing, 0, "weights that moved, or points that differ from the literal", tuple(details))
@@ -189,7 +194,7 @@ def _unlike_decay(axes: Mapping[str, Any]) -> int:
     return int((weights - expected).abs().gt(1e-12).sum())
 
 
-_PERTURB = "executors.steps.arithmetic:Sweeper.perturb"
+_PERTURB = "executors.steps.arithmetic:ParamPass.perturb"
 
 
 @planted(_PERTURB, "a fused multiply-add")
@@ -216,7 +221,7 @@ def with_leaps(name: str, scales: Mapping[int, int]) -> Fault:
     return fault
 
 
-@planted("executors.steps.ops.sweep:Sweeps.update", "no update where g = 0")
+@planted("executors.steps.ops.param_passes:ParamPasses.update", "no update where g = 0")
 def no_update_of_zero(shipped, self, instruction):
     update, op = shipped(self, instruction), instruction.op
 
@@ -252,7 +257,7 @@ CHECKS: Checks = {
         check_copies,
         Fault(
             "copies written over the weights",
-            "executors.steps.arithmetic:Sweeper.perturb_scaled",
+            "executors.steps.arithmetic:ParamPass.perturb_scaled",
             lambda shipped, self, theta, w, scale, _out: shipped(self, theta, w, scale),
         ),
         with_leaps("a second copy from the first", {-1: -2}),

@@ -19,6 +19,6 @@ def seconds_per_block(board: Board, transfers: str) -> float:
 
     Notes
     -----
-    Upload, exchange, compute and offload of different blocks overlap; staging buffers are plenty; draws and sweeps take no time.
+    Upload, exchange, compute and offload of different blocks overlap; staging buffers are plenty; sampling and passes over parameters take no time.
     """
     raise NotImplementedError("write it")

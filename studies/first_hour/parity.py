@@ -21,7 +21,7 @@ FAMILIES = ("opt", "llama", "gpt2")
 _OFFLOADED: Mapping[str, Any] = {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}}
 SAME_BITS: Mapping[str, Mapping[str, Any]] = {
     "resident": {},
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "full": {"schedule": {"traversal": "full"}},
     "perturbations kept": {"perturbations": {"kept": True}},
     "offloaded": _OFFLOADED,
     "offloaded, immediate": {"residency": {"blocks": "offloaded"}},

@@ -15,7 +15,7 @@ from costmodel.formats import DType
 from studies.prediction.quantized import quantized_axes, quantized_placements
 
 PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "sweep": {"schedule": {"traversal": "full"}},
     "blockwise": {"schedule": {"update": "immediate"}},
     "delayed": {"schedule": {"update": "delayed"}},
     "delayed, counter": {"perturbations": {"rng": "counter"}, "schedule": {"update": "delayed"}},

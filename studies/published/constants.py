@@ -143,10 +143,10 @@ def profile_values(
         "kernel_s": values["kernel_s"],
         "instruction_s": 0.0,
     }
-    for name in ("memory", "elementwise", "sweep", "scratch"):
+    for name in ("memory", "elementwise", "param_pass", "scratch"):
         constants[f"{name}_bandwidth"] = values["memory_rate"]
     constants["elementwise_bandwidth"] = values.get("activation_rate", values["memory_rate"])
-    for name in ("elementwise", "sweep"):
+    for name in ("elementwise", "param_pass"):
         constants[f"{name}_cache_bandwidth"] = 2 * constants[f"{name}_bandwidth"]
     constants |= BESIDE_THE_FIT
     for dtype in ("float32", "float16", "bfloat16"):

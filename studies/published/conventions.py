@@ -192,7 +192,7 @@ def case_of(row: PublishedRow) -> PublishedCase:
             weights=Weights(dtype=stored),
             residency=_residency(method, num_ranks, transfer),
             schedule=Schedule(
-                traversal="blockwise" if method.is_offloaded else "sweep",
+                traversal="blockwise" if method.is_offloaded else "full",
                 update="delayed" if method.is_offloaded and method.option != ABLATIONS[2] else "immediate",
             ),
             forward=ForwardPass(compute_dtype=computed, attention=_attention(row["paper"], row["model"])),

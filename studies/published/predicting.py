@@ -25,7 +25,7 @@ CAUSES = {
     "attention": "attention",
     "elementwise": "passes over activations",
     "exponential": "exponentials",
-    "sweep": "passes over parameters",
+    "param_pass": "passes over parameters",
     "sampling": "random numbers",
     "kernels": "kernel starts",
     "dispatch": "kernel launches",

@@ -366,7 +366,7 @@ _PRODUCTS = 16e12
 """Flop/s of large float32 products of OPT-30B's width on an A100, TF32 off: what ZO2's rows fit, between its two widths
 (``zosim calibrate --rows shipped``)."""
 
-_SWEEPS = 0.78 * 1.555e12
+_PASSES_BYTES_PER_S = 0.78 * 1.555e12
 """Bytes/s of passes over the weights: of an A100-40GB's 1555 GB/s (data sheet) the part that ZO2's rows fit."""
 
 TIMES = (
@@ -392,7 +392,10 @@ def step_s(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:
     parameters = read_model_spec(case.model).num_parameters
     forward = 2 * parameters * values["step_tokens"] / _PRODUCTS
     if case.method in ZEROTH_ORDER:
-        parts = {"matrix products": 2 * forward, "passes over parameters": 4 * 2 * 4 * parameters / _SWEEPS}
+        parts = {
+            "matrix products": 2 * forward,
+            "passes over parameters": 4 * 2 * 4 * parameters / _PASSES_BYTES_PER_S,
+        }
     else:
         away = (case.gpus - 1) / case.gpus
         parts = {

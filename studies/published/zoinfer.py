@@ -1,6 +1,6 @@
 """ZOinfer's speed-ups: a LoZO step as a training loop over the same step in a serving runtime, on a GPU that the paper does not name.
 
-``loop = sweeps + 2 forwards of padded rows``, ``serving = one pass over twice the rows + what a step takes besides``
+``loop = passes over parameters + 2 forwards of padded rows``, ``serving = one pass over twice the rows + what a step takes besides``
 
 Products are counted from the models' shapes, passes over weights from the loop that its authors publish: three perturbations and an update, each of
 which writes ``U·Vᵀ``, multiplies it twice and adds it, all in 16 bits. A GPU that waits for its host takes the host's time: kernels are counted, too.
@@ -34,11 +34,11 @@ STEPS = 20_000
 """Of the runs of Table 1."""
 
 _HALF_BYTES = 2
-_BYTES_PER_SWEEP = 8 * _HALF_BYTES
+_BYTES_PER_PASS = 8 * _HALF_BYTES
 """Write ``U·Vᵀ``; twice read and write it; read it and θ, write θ."""
 
-_NUM_SWEEPS = 4
-_KERNELS_PER_SWEEP, _KERNELS_PER_BLOCK = 6, 18
+_NUM_PASSES = 4
+_KERNELS_PER_PASS, _KERNELS_PER_BLOCK = 6, 18
 """Of a tensor: two draws at most, a product, two multiplications, an addition. Of a block's forward in transformers."""
 
 _ALONE = 0.5
@@ -128,14 +128,14 @@ def loop_s(case: ZoinferCase, values: Mapping[str, float]) -> tuple[float, str]:
     """Return the seconds of a step of the loop, and what takes most of them."""
     spec, blocks = _spec(case.model, "all" if case.is_full else "linears"), _spec(case.model, "linears")
     num_tensors = sum(group.num_trainable_tensors for group in spec.param_groups)
-    sweeping = _NUM_SWEEPS * _BYTES_PER_SWEEP * spec.num_trainable / values["bandwidth"]
-    launching = _NUM_SWEEPS * _KERNELS_PER_SWEEP * num_tensors * values["launch_s"]
+    passing = _NUM_PASSES * _BYTES_PER_PASS * spec.num_trainable / values["bandwidth"]
+    launching = _NUM_PASSES * _KERNELS_PER_PASS * num_tensors * values["launch_s"]
     padded = case.batch * _padded(case.batch, values)
     products = 2 * blocks.num_trainable + 2 * spec.vocab_size * spec.hidden_size
     forwards = 2 * products * padded / values["loop_rate"]
     waiting = 2 * _KERNELS_PER_BLOCK * spec.num_blocks * values["launch_s"]
     parts = {
-        "passes over parameters": float(np.hypot(sweeping, launching)),
+        "passes over parameters": float(np.hypot(passing, launching)),
         "matrix products": float(np.hypot(forwards, waiting)),
     }
     return sum(parts.values()), max(parts, key=parts.__getitem__)

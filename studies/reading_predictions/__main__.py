@@ -9,7 +9,7 @@ from zosim.analysis.compare import compare
 from zosim.applications.buying.levers import levers
 from zosim.planning.predict import PlannedRun
 
-_ALONE = ("sampling_rate.normal.float32", "matmul_rate.float32", "sweep_bandwidth.float32")
+_ALONE = ("sampling_rate.normal.float32", "matmul_rate.float32", "param_pass_bandwidth.float32")
 
 
 def with_profile(planned: PlannedRun, profile: Profile) -> PlannedRun:

@@ -18,7 +18,7 @@ from zosim.timeline import Timeline
 
 TERMS: Mapping[str, tuple[str, ...]] = {
     "matmul": ("matmul_rate", "memory_bandwidth"),
-    "sweep": ("sweep_bandwidth", "sweep_cache_bandwidth", "scratch_bandwidth"),
+    "param_pass": ("param_pass_bandwidth", "param_pass_cache_bandwidth", "scratch_bandwidth"),
     "sampling": ("sampling_rate",),
     "elementwise": ("elementwise_bandwidth", "elementwise_cache_bandwidth"),
     "dispatch": ("dispatch_s", "product_s", "call_s"),

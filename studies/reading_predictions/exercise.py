@@ -16,7 +16,7 @@ FUNCTION = "diagnose"
 _CASES = (
     ("opt-125m", 64, "sampling", 3.0),
     ("opt-125m", 256, "matmul", 1.7),
-    ("opt-125m", 64, "sweep", 0.4),
+    ("opt-125m", 64, "param_pass", 0.4),
     ("opt-10m", 64, "dispatch", 4.0),
     ("opt-10m", 256, "elementwise", 5.0),
     ("opt-125m", 64, "matmul", 0.6),

@@ -19,6 +19,6 @@ def diagnose(rows: Sequence[Reading]) -> tuple[str, float]:
     Returns
     -------
     (str, float)
-        One of ``matmul``, ``sweep``, ``sampling``, ``elementwise``, ``dispatch``; and its factor, within ten percent.
+        One of ``matmul``, ``param_pass``, ``sampling``, ``elementwise``, ``dispatch``; and its factor, within ten percent.
     """
     raise NotImplementedError("write it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from executors.steps.arithmetic import Sweeper
+from executors.steps.arithmetic import ParamPass
 from zosim.console import stdout
 from zosim.report import Table
 
@@ -27,11 +27,11 @@ def weights(dtype: torch.dtype) -> Tensor:
 def drift(dtype: torch.dtype) -> tuple[float, dict[int, float]]:
     """Return the share of weights that one step at learning rate 0 changes, and the root mean square after some."""
     base = weights(dtype)
-    theta, sweeper, changed, drift_at = base.clone(), Sweeper(), 0.0, {}
+    theta, param_pass, changed, drift_at = base.clone(), ParamPass(), 0.0, {}
     for step in range(1, max(STEPS) + 1):
         z = torch.randn(NUM_WEIGHTS, dtype=dtype)
         for scale in (1, -2, 1):
-            sweeper.perturb(theta, z, scale, EPSILON)
+            param_pass.perturb(theta, z, scale, EPSILON)
         if step == 1:
             changed = float((theta != base).double().mean())
         if step in STEPS:
@@ -43,7 +43,7 @@ def surviving(kept_in: torch.dtype, size: float) -> float:
     """Return the share of updates ``size·z``, made in float32, that the format in which weights are kept shows."""
     kept = weights(torch.float32).to(kept_in)
     theta, z = kept.float(), torch.randn(NUM_WEIGHTS)
-    Sweeper().update(theta, z, gradient=1.0, learning_rate=size, weight_decay=None)
+    ParamPass().update(theta, z, gradient=1.0, learning_rate=size, weight_decay=None)
     return float((theta.to(kept_in).float() != kept.float()).double().mean())
 
 

@@ -84,15 +84,15 @@ STRATEGIES: Mapping[str, tuple[HostLayout, Mapping[str, int], Mapping[str, Any]]
         "2d, two ranks a host": (PAIRS, {"data": 2, "perturb": 2}, _RESIDENT),
         "ddp, four hosts": (FOUR, {"data": 4}, _RESIDENT),
         "stages, blockwise": _stages("blockwise"),
-        "stages, sweep": _stages("sweep"),
-        "stages, sweep, inside": _stages("sweep", inside=True),
-        "stages, sweep, q8:dense": _stages("sweep", codec="q8:dense"),
-        "stages, sweep, inside, q4:dense": _stages("sweep", inside=True, codec="q4:dense"),
+        "stages, sweep": _stages("full"),
+        "stages, sweep, inside": _stages("full", inside=True),
+        "stages, sweep, q8:dense": _stages("full", codec="q8:dense"),
+        "stages, sweep, inside, q4:dense": _stages("full", inside=True, codec="q4:dense"),
         "stages, sweep, inside, q4:entropy": _stages(
-            "sweep", inside=True, codec="q4:entropy", densities=_INSIDE_AT_4_BITS
+            "full", inside=True, codec="q4:entropy", densities=_INSIDE_AT_4_BITS
         ),
         "stages, 4 perturbations, sweep, forward, q4:dense": _stages(
-            "sweep", codec="q4:dense", perturbations=4, difference="forward"
+            "full", codec="q4:dense", perturbations=4, difference="forward"
         ),
     }
 )

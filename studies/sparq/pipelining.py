@@ -36,13 +36,13 @@ RESULTS = Path(__file__).with_name("pipelining.csv")
 NUM_PERTURBATIONS = 4
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("blockwise", {"schedule": {"traversal": "blockwise"}}),
-    ("sweep", {"schedule": {"traversal": "sweep"}}),
-    ("sweep, perturbations kept", {"schedule": {"traversal": "sweep"}, "perturbations": {"kept": True}}),
-    ("sweep, copies", {"schedule": {"traversal": "sweep"}, "weights": {"perturbation": "copies"}}),
+    ("sweep", {"schedule": {"traversal": "full"}}),
+    ("sweep, perturbations kept", {"schedule": {"traversal": "full"}, "perturbations": {"kept": True}}),
+    ("sweep, copies", {"schedule": {"traversal": "full"}, "weights": {"perturbation": "copies"}}),
     (
         "sweep, copies ahead",
         {
-            "schedule": {"traversal": "sweep"},
+            "schedule": {"traversal": "full"},
             "weights": {"perturbation": "copies"},
             "perturbations": {"sampled_ahead": True},
         },

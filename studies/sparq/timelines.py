@@ -132,7 +132,7 @@ def plan_of(method: PlottedMethod) -> Plan:
         ),
         perturbations=Perturbations.model_validate({"rng": "counter"}),
         weights=Weights.model_validate({"dtype": "float16"}),
-        schedule=Schedule(traversal="sweep"),
+        schedule=Schedule(traversal="full"),
     )
 
 

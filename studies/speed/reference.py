@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def literal_step(model: nn.Module, data: Mapping[str, Any], seed: int, rate: float, epsilon: float) -> float:
-    """Take one step: four draws of every perturbation, four sweeps with their temporaries, two forwards."""
+    """Take one step: four samplings of every perturbation, four passes with their temporaries, two forwards."""
     _perturb(model, seed, 1, epsilon)
     plus = model(**data).loss
     _perturb(model, seed, -2, epsilon)

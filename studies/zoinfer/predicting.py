@@ -19,9 +19,9 @@ from torch import nn
 
 from costmodel.estimate import estimate
 from costmodel.models.configs import LoRA
+from costmodel.param_passes import closing_work
 from costmodel.rates.profile import Profile
 from costmodel.scoring import Row, Score, scores
-from costmodel.sweeps import closing_work
 from executors.calibration.calibrating import calibrated
 from executors.models.increments import Increments
 from executors.models.packing import facts_of

@@ -73,7 +73,8 @@ def test_a_backward_multiplies_twice_what_a_forward_does(spec, attention):
 
 def test_accumulating_reads_and_writes_gradients_once_more():
     plain, added = (
-        backward_work(OPT, "block.0", batch=1, seq=8, accumulates=more).sweep_bytes for more in (False, True)
+        backward_work(OPT, "block.0", batch=1, seq=8, accumulates=more).param_pass_bytes
+        for more in (False, True)
     )
     assert added - plain == 3 * 4 * OPT.group("block.0").num_parameters
 
@@ -87,5 +88,5 @@ def test_adam_takes_sixteen_bytes_a_parameter(dtype):
 
 
 def test_an_update_reads_and_writes_all_once():
-    assert optimizer_work(100, "sgd").sweep_bytes == 100 * 3 * 4
-    assert optimizer_work(100, "adam").sweep_bytes == 100 * (3 * 4 + 2 * 8)
+    assert optimizer_work(100, "sgd").param_pass_bytes == 100 * 3 * 4
+    assert optimizer_work(100, "adam").param_pass_bytes == 100 * (3 * 4 + 2 * 8)

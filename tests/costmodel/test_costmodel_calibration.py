@@ -12,9 +12,9 @@ from costmodel import Attention, Matmul, Work, read_model_spec
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
 from costmodel.models.forward import forward_work
+from costmodel.param_passes import allocation_work, copy_work, perturb_work, sampling_work
 from costmodel.rates.calibration import _predicted_s, fit_profile
 from costmodel.rates.measurement import Measurement
-from costmodel.sweeps import allocation_work, copy_work, perturb_work, sampling_work
 from topology import load_preset
 from topology.errors import ProfileError
 
@@ -43,7 +43,7 @@ def _probes() -> list[tuple[str, Work, str]]:
         rows.append((f"attention {seq}", Work(attention=(part,), num_kernels=1), "h2d"))
     for size in SIZES:
         rows.append((f"elementwise {size}", Work(elementwise_bytes=size, num_kernels=1), "h2d"))
-        rows.append((f"sweep {size}", perturb_work(size // 12), "h2d"))
+        rows.append((f"pass {size}", perturb_work(size // 12), "h2d"))
         rows += [(f"copy {way} {size}", copy_work(size), way) for way in ("h2d", "d2h")]
         rows.append((f"allocate {size}", allocation_work(size), "h2d"))
     for distribution in ("normal", "rademacher"):

@@ -8,8 +8,8 @@ from costmodel import Attention, Matmul, Work, read_model_spec
 from costmodel.devices.datasheet import datasheet_profile, in_bursts
 from costmodel.estimate import device_s, estimate
 from costmodel.models.forward import forward_work
+from costmodel.param_passes import cast_work, copy_work, perturb_work, sampling_work
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
-from costmodel.sweeps import cast_work, copy_work, perturb_work, sampling_work
 from topology import load_preset, preset_names
 from topology.building import find_device
 from topology.errors import ProfileError
@@ -123,18 +123,18 @@ def test_a_pair_of_formats_goes_before_the_format_that_is_read():
 
 
 def test_what_fits_a_cache_moves_at_the_cache_bandwidth():
-    profile = profile_of(cache_bytes=1000, sweep_cache_bandwidth=1e10, elementwise_cache_bandwidth=1e10)
-    assert estimate(Work(sweep_bytes=500), profile).seconds == pytest.approx(500 / 1e10)
-    assert estimate(Work(sweep_bytes=3000), profile).seconds == pytest.approx(1000 / 1e10 + 2000 / 1e9)
+    profile = profile_of(cache_bytes=1000, param_pass_cache_bandwidth=1e10, elementwise_cache_bandwidth=1e10)
+    assert estimate(Work(param_pass_bytes=500), profile).seconds == pytest.approx(500 / 1e10)
+    assert estimate(Work(param_pass_bytes=3000), profile).seconds == pytest.approx(1000 / 1e10 + 2000 / 1e9)
     three_kernels = Work(elementwise_bytes=3000, num_kernels=3)
     assert estimate(three_kernels, profile).seconds == pytest.approx(3000 / 1e10)
     assert estimate(three_kernels, profile).memory_bytes == 0
-    assert estimate(Work(sweep_bytes=3000), profile).memory_bytes == 2000
+    assert estimate(Work(param_pass_bytes=3000), profile).memory_bytes == 2000
 
 
 def test_a_format_of_its_own_goes_before_the_one_for_all():
     own = Constant(
-        name="sweep_bandwidth.bfloat16", value=5e8, low=5e8, high=5e8, unit="byte/s", source="a test"
+        name="param_pass_bandwidth.bfloat16", value=5e8, low=5e8, high=5e8, unit="byte/s", source="a test"
     )
     profile = profile_of().with_constants(own, origin="calibrated")
     assert estimate(perturb_work(100, dtype="bfloat16"), profile).seconds == pytest.approx(600 / 5e8)
@@ -142,7 +142,7 @@ def test_a_format_of_its_own_goes_before_the_one_for_all():
 
 
 def test_a_cpu_adds_and_a_gpu_overlaps_launches_with_kernels():
-    work = Work(sweep_bytes=1000, num_kernels=3, calls=("block",))
+    work = Work(param_pass_bytes=1000, num_kernels=3, calls=("block",))
     constants = {"dispatch_s": 1e-7, "call_s": 2e-7}
     assert estimate(work, profile_of("cpu", **constants)).seconds == pytest.approx(1e-6 + 5e-7)
     assert estimate(work, profile_of("gpu", **constants)).seconds == pytest.approx(1e-6)
@@ -168,7 +168,7 @@ def test_draws_take_one_core_and_products_all_threads():
     assert estimate(perturb_work(1000), profile).cores == pytest.approx(4)
     both = estimate(sampling_work(12_000) + perturb_work(1000), profile)  # 12 us on one core, 12 us on four
     assert both.cores == pytest.approx(2.5)
-    assert both.limiter in {"sampling", "sweep"}
+    assert both.limiter in {"sampling", "param_pass"}
 
 
 def test_doing_nothing_takes_the_overhead_of_an_instruction():
@@ -215,7 +215,7 @@ def test_estimates_hold_their_invariants(profile, spec, segment, batch, seq, dty
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.sampled_from(PROFILES))
 def test_more_bytes_never_take_less_time(size, extra, profile):
-    for field in ("sweep_bytes", "elementwise_bytes", "copy_bytes", "num_normals", "allocation_bytes"):
+    for field in ("param_pass_bytes", "elementwise_bytes", "copy_bytes", "num_normals", "allocation_bytes"):
         less, more = (estimate(Work(**{field: amount}), profile).seconds for amount in (size, size + extra))
         assert less <= more * (1 + 1e-12)
 

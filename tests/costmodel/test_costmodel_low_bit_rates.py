@@ -95,7 +95,10 @@ def test_where_no_rate_is_known_bytes_say_what_passes_over_qvalues_take(cpu, a10
     without = type(cpu)(**{**dict(cpu), "constants": tuple(others)})
     terms = estimate(passes, without).terms
     assert "quantized" not in terms
-    assert terms["sweep"] == estimate(Work(dtype="float16", scratch_bytes=size_bytes), without).terms["sweep"]
+    assert (
+        terms["param_pass"]
+        == estimate(Work(dtype="float16", scratch_bytes=size_bytes), without).terms["param_pass"]
+    )
 
 
 def test_rates_of_passes_are_fitted_with_all_else_as_it_is(cpu):

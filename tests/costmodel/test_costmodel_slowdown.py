@@ -6,8 +6,8 @@ import pytest
 
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.estimate import estimate
+from costmodel.param_passes import sampling_work
 from costmodel.rates.slowdown import Slowdown, at_slowdown, off_slowdown, with_slowdown
-from costmodel.sweeps import sampling_work
 from costmodel.work import Matmul, Work
 from topology import load_preset
 

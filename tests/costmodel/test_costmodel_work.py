@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from costmodel import Attention, Matmul, Work, read_model_spec
 from costmodel.models.forward import activation_bytes, forward_work, shared_activation_bytes
-from costmodel.sweeps import allocation_work, cast_work, copy_work, perturb_work, sampling_work, update_work
+from costmodel.param_passes import (
+    allocation_work,
+    cast_work,
+    copy_work,
+    perturb_work,
+    sampling_work,
+    update_work,
+)
 from topology.errors import ModelError
 
 SPEC = read_model_spec("opt-1m")
@@ -17,7 +24,7 @@ works = st.builds(
         st.builds(Matmul, m=st.integers(1, 99), n=st.integers(1, 99), k=st.integers(1, 99)), max_size=3
     ),
     elementwise_bytes=counts,
-    sweep_bytes=counts,
+    param_pass_bytes=counts,
     num_normals=counts,
     num_skipped=counts,
     num_kernels=counts,
@@ -59,7 +66,7 @@ def test_products_and_attention_count_multiply_adds_twice():
 )
 def test_perturbations_count_their_passes(arithmetic, passes, kernels):
     work = perturb_work(100, dtype="float32", arithmetic=arithmetic, num_tensors=4)
-    assert work.sweep_bytes == passes * 4 * 100
+    assert work.param_pass_bytes == passes * 4 * 100
     assert work.num_kernels == kernels * 4
 
 
@@ -70,15 +77,17 @@ def test_the_literal_form_keeps_two_temporaries_of_the_largest_tensor():
 
 def test_updates_casts_copies_and_allocations():
     assert update_work(100) == perturb_work(100)
-    assert update_work(100, weight_decay=True).sweep_bytes == (3 + 2) * 400
-    assert update_work(100, weight_decay=True, arithmetic="literal").sweep_bytes == (7 + 5) * 400
-    # The executor's sweeps: z and θ are read and θ is written once, all else stays in scratch memory.
+    assert update_work(100, weight_decay=True).param_pass_bytes == (3 + 2) * 400
+    assert update_work(100, weight_decay=True, arithmetic="literal").param_pass_bytes == (7 + 5) * 400
+    # The executor's passes over parameters: z and θ are read and θ is written once, all else stays in scratch memory.
     pieces = perturb_work(100, arithmetic="pieces")
-    assert (pieces.sweep_bytes, pieces.scratch_bytes, pieces.num_kernels) == (3 * 400, 2 * 400, 2)
+    assert (pieces.param_pass_bytes, pieces.scratch_bytes, pieces.num_kernels) == (3 * 400, 2 * 400, 2)
     for weight_decay, passes in ((False, 4), (True, 9)):
         update = update_work(100, arithmetic="pieces", weight_decay=weight_decay)
-        assert (update.sweep_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
-    assert perturb_work(100, dtype="bfloat16", perturbation_dtype="float32").sweep_bytes == 100 * (2 + 4 + 2)
+        assert (update.param_pass_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
+    assert perturb_work(100, dtype="bfloat16", perturbation_dtype="float32").param_pass_bytes == 100 * (
+        2 + 4 + 2
+    )
     cast = cast_work(100, source="float32", target="float16")
     back = cast_work(100, source="float16", target="float32")
     assert (cast.num_casts, cast.cast_dtype, cast.dtype) == (100, "float32", "float32")
@@ -132,10 +141,13 @@ def test_weights_of_another_format_are_cast_and_held():
     plain = forward_work(SPEC, "block.0", batch=1, seq=8, dtype="bfloat16")
     cast = forward_work(SPEC, "block.0", batch=1, seq=8, dtype="bfloat16", storage_dtype="float32")
     elements = SPEC.group("block.0").num_parameters
-    assert cast.sweep_bytes - plain.sweep_bytes == elements * (4 + 2)
+    assert cast.param_pass_bytes - plain.param_pass_bytes == elements * (4 + 2)
     assert cast.workspace_bytes - plain.workspace_bytes == elements * 2
     assert cast.num_kernels - plain.num_kernels == SPEC.group("block.0").num_tensors
-    assert forward_work(SPEC, "head", batch=1, seq=8, dtype="tf32", storage_dtype="float32").sweep_bytes == 0
+    assert (
+        forward_work(SPEC, "head", batch=1, seq=8, dtype="tf32", storage_dtype="float32").param_pass_bytes
+        == 0
+    )
 
 
 @given(

@@ -20,7 +20,7 @@ from zosim import cli, registry
 WORDS = (
     "data=2", "stage=2", "data=2,perturb=2", "data=0", "data=999999", "stage=99", "20GiB", "0", "1e30GiB", "1,2", "3d", "1e-30h", "5000 USD",
     "1e300", "block.0", "block.1.mlp", "block.99", "q4", "q4:affine-zero:token", "none,q8", "float16", "tf32", "mezo", "counter",
-    "gaussian", "resident", "offloaded", "sliced", "delayed", "sweep", "copies", "cpu0", "gpu0", "gpu1", "cuda:7", "cpu:9", "rtx4090-2x",
+    "gaussian", "resident", "offloaded", "sliced", "delayed", "full", "copies", "cpu0", "gpu0", "gpu1", "cuda:7", "cpu:9", "rtx4090-2x",
     "cpu-laptop", "host", "plan.json", "run", ".", "missing.json", "0-1", "0-999999999", "{text} {label}", "0=a,1=b", "q_proj", "accuracy",
     "os:system", "1f1b", "gpt2", "opt-125m", "rtx4090-2x,cpu-laptop", "shipped",
 )  # fmt: skip

@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, str] = {
     "one-process": "--no-launch",
     "one-offloaded": _OFFLOADED,
     "one-offloaded-delayed": f"--no-launch {_DELAYED}",
-    "one-sweep-counter": "--traversal sweep --rng counter",
+    "one-full-counter": "--traversal full --rng counter",
     "one-copies": f"--weights copies --sample-ahead {_OFFLOADED}",
     "one-queries": "--num-perturbations 3 --difference forward",
     "one-lossy-transfer": f"{_DELAYED} --transfer-dtype bfloat16 --allow-lossy",

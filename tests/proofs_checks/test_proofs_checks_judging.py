@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from executors.steps.arithmetic import Sweeper, projected_gradient
+from executors.steps.arithmetic import ParamPass, projected_gradient
 from proofs_checks.judging import judge_estimator, judge_quantizer
 from proofs_checks.judging.strategies import numbers_to_round, points, radii, smooth_losses
 from tests.support.command import zosim
@@ -50,12 +50,12 @@ def forward(loss, theta, epsilon, seed):
 
 def in_place(loss, theta, epsilon, seed):
     """Perturb there and back, as the shipped step does, with what it ships."""
-    sweeper = Sweeper()
-    sweeper.perturb(theta, normal(theta, seed), 1, epsilon)
+    param_pass = ParamPass()
+    param_pass.perturb(theta, normal(theta, seed), 1, epsilon)
     plus = loss(theta)
-    sweeper.perturb(theta, normal(theta, seed), -2, epsilon)
+    param_pass.perturb(theta, normal(theta, seed), -2, epsilon)
     minus = loss(theta)
-    sweeper.perturb(theta, normal(theta, seed), 1, epsilon)
+    param_pass.perturb(theta, normal(theta, seed), 1, epsilon)
     return projected_gradient(plus, minus, epsilon, central=True) * normal(theta, seed)
 
 

@@ -78,7 +78,7 @@ def test_every_point_equals_its_closed_form(axes):
             [
                 "copy_d2h_bandwidth",
                 "sampling_rate",
-                "sweep_bandwidth",
+                "param_pass_bandwidth",
                 "step_s",
                 "dispatch_s",
                 "memory_bandwidth",

@@ -12,7 +12,7 @@ from studies.rounding.__main__ import EPSILON, WEIGHT_STD, drift, surviving
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drift_is_a_random_walk_below_one_rounding_a_sweep(dtype: torch.dtype) -> None:
+def test_drift_is_a_random_walk_below_one_rounding_a_pass(dtype: torch.dtype) -> None:
     changed, found = drift(dtype)
     assert 0 < changed < 1
     # Three sums are rounded, each by half a step of the largest weight or less.

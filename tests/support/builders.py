@@ -65,7 +65,7 @@ def instruction(name, stream, seconds, after=(), **fields):
     stream = Stream(stream)
     is_copy = stream in (Stream.H2D, Stream.D2H)
     size = round(seconds * RATE)
-    work = Work(copy_bytes=size) if is_copy else Work(sweep_bytes=size)
+    work = Work(copy_bytes=size) if is_copy else Work(param_pass_bytes=size)
     edges = tuple(Dependency(*((edge,) if isinstance(edge, str) else edge)) for edge in after)
     op = Copy() if is_copy else Scalar("projected_gradient")
     fields = {"op": op, "label": name.rstrip("0123456789"), "segment": name, "work": work} | fields

@@ -43,7 +43,7 @@ def plan(model: ModelSpec, residency: Residency, **axes: object) -> Plan:
 def points() -> Iterator[dict[str, Any]]:
     offloaded, delayed = Residency(blocks="offloaded"), Schedule(update="delayed")
     ahead, kept = Perturbations(sampled_ahead=True), Perturbations(kept=True)
-    sweep, copies = Schedule(traversal="sweep"), Weights(dtype="float16", perturbation="copies")
+    full_pass, copies = Schedule(traversal="full"), Weights(dtype="float16", perturbation="copies")
     for update in ("immediate", "delayed"):
         schedule = Schedule(update=update)
         yield {"residency": Residency(), "schedule": schedule}
@@ -52,17 +52,22 @@ def points() -> Iterator[dict[str, Any]]:
                 "residency": Residency(blocks="offloaded", num_staging_buffers=num_buffers),
                 "schedule": schedule,
             }
-    yield {"residency": Residency(), "schedule": sweep}
+    yield {"residency": Residency(), "schedule": full_pass}
     yield {"residency": Residency(blocks="offloaded", overlap=False), "schedule": delayed}
     yield {"residency": Residency(blocks="offloaded", reuse_staging_buffers=False), "schedule": delayed}
     yield {"residency": offloaded, "schedule": delayed, "perturbations": ahead}
     yield {"residency": Residency(), "perturbations": kept}
     for perturbations in (Perturbations(), ahead):
         yield {"residency": Residency(), "weights": copies, "perturbations": perturbations}
-        yield {"residency": Residency(), "weights": copies, "perturbations": perturbations, "schedule": sweep}
+        yield {
+            "residency": Residency(),
+            "weights": copies,
+            "perturbations": perturbations,
+            "schedule": full_pass,
+        }
         yield {"residency": offloaded, "weights": copies, "perturbations": perturbations, "schedule": delayed}
     yield {"residency": offloaded, "schedule": delayed, "perturbations": kept}
-    yield {"residency": Residency(), "schedule": sweep, "perturbations": kept}
+    yield {"residency": Residency(), "schedule": full_pass, "perturbations": kept}
 
 
 @pytest.fixture(scope="module")

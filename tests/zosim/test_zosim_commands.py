@@ -73,7 +73,7 @@ def test_perturbations_are_kept_where_that_is_asked_for_and_fits() -> None:
     )
     plans = [Plan.model_validate(found["plan"]) for found in (kept, again)]
     assert [plan.perturbations.kept for plan in plans] == [True, False]
-    assert all(text.startswith("mezo, sweep, perturbations kept") for text in kept["reasons"][:1])
+    assert all(text.startswith("mezo, full pass, perturbations kept") for text in kept["reasons"][:1])
     trainable = 2 * sum(group.num_trainable for group in plans[0].model.param_groups)  # bytes of a float16
     sizes = [
         sum(

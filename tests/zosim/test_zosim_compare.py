@@ -51,7 +51,7 @@ def test_tokens_that_were_planned_stand_beside_those_of_the_batches():
 
 
 def test_a_slow_computation_is_found_under_its_label():
-    slow = unshared(sweep_bandwidth=RATE / 2, sweep_cache_bandwidth=RATE / 2)
+    slow = unshared(param_pass_bandwidth=RATE / 2, param_pass_cache_bandwidth=RATE / 2)
     found = compare(simulate(WHOLE, unshared()), measurement(WHOLE, slow), WHOLE)
     assert found.step_error == pytest.approx(-0.5)
     worst = found.labels[0]
@@ -73,7 +73,7 @@ def test_an_error_that_overlap_hides_contributes_nothing():
 @given(st.floats(0.3, 3.0), st.floats(0.3, 3.0), st.floats(0.3, 3.0), st.sampled_from([0.0, 1e-3]))
 def test_contributions_add_up_to_the_error_of_the_step(compute, upload, offload, step_s):
     other = unshared(
-        sweep_bandwidth=RATE * compute,
+        param_pass_bandwidth=RATE * compute,
         copy_h2d_bandwidth=RATE * upload,
         copy_d2h_bandwidth=RATE * offload,
         step_s=step_s,
@@ -108,7 +108,7 @@ def test_a_comparison_can_be_read_and_parsed():
     console.print(found)
     text = console.export_text()
     assert "step time (ms)" in text
-    assert "compute (sweep)" in text
+    assert "compute (param_pass)" in text
     assert "dispatch" in text
     data = json.loads(found.to_json())
     assert data["step_error"] == pytest.approx(-0.1)

@@ -163,7 +163,7 @@ def even(programs: ProgramSet, forward_s: float, backward_s: float) -> ProgramSe
             seen.add(key)
             seconds = (forward_s if isinstance(item.op, Forward) else backward_s) if is_one else 0.0
             link = Work(link_bytes=item.work.link_bytes) if isinstance(item.op, Send | Recv) else Work()
-            step.append(replace(item, work=Work(sweep_bytes=round(seconds * 1e12)) if is_one else link))
+            step.append(replace(item, work=Work(param_pass_bytes=round(seconds * 1e12)) if is_one else link))
         return replace(program, step=tuple(step))
 
     return ProgramSet(tuple(map(timed, programs.programs)), programs.roles, programs.process_groups)
@@ -180,11 +180,11 @@ def test_the_bubble_is_that_of_gpipe(schedule, num_microbatches):
     one, machines = listed.program_of(0), planned.machines
     work = next(item for item in one.step if isinstance(item.op, Forward))
     pair = [
-        next(item for item in one.step if isinstance(item.op, kind) and item.work.sweep_bytes)
+        next(item for item in one.step if isinstance(item.op, kind) and item.work.param_pass_bytes)
         for kind in (Forward, Backward)
     ]
     seconds = sum(machines[0].activity(one, item).seconds for item in pair)
-    assert work.work.sweep_bytes
+    assert work.work.param_pass_bytes
     step_s = periodic_step_s(replace(planned, edited=listed).world)
     expected_s = (num_microbatches + len(split_points)) * seconds
     assert step_s == pytest.approx(expected_s, rel=2e-3)  # messages are not quite free
@@ -414,8 +414,8 @@ def test_recomputing_keeps_inputs_alone_and_runs_blocks_again():
 def test_options_of_a_first_order_step_change_what_they_say():
     def of(**declared):
         planned = planned_run_of(plan_of((), data=2, batch=2, seq=1), first_order_of("adam", **declared))
-        swept = sum(item.work.sweep_bytes for item in planned.programs.program_of(0).step)
-        return planned.step_time_s, planned.footprints.largest.device_bytes, swept
+        pass_bytes = sum(item.work.param_pass_bytes for item in planned.programs.program_of(0).step)
+        return planned.step_time_s, planned.footprints.largest.device_bytes, pass_bytes
 
     usual = of()
     recomputed, shared, unfused = of(recompute=True), of(sharding="full"), of(foreach=True)

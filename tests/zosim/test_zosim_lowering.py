@@ -45,7 +45,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """Any point of the space whose axes agree."""
     model = draw(st.sampled_from(sorted(MODELS)))
     blocks = draw(st.sampled_from(["resident", "offloaded"]))
-    sweeps = blocks == "resident" and draw(st.booleans())
+    is_full_pass = blocks == "resident" and draw(st.booleans())
     may_offload_ends = blocks == "offloaded" and not MODELS[model].tied_head
     storage = draw(st.sampled_from(["float32", "bfloat16"]))
     return plan_of(
@@ -71,8 +71,8 @@ def plans(draw: st.DrawFn) -> Plan:
             transfer_dtype=draw(st.sampled_from([storage, "bfloat16", "float8_e4m3"])),
         ),
         schedule=Schedule(
-            traversal="sweep" if sweeps else "blockwise",
-            update="immediate" if sweeps else draw(st.sampled_from(["immediate", "delayed"])),
+            traversal="full" if is_full_pass else "blockwise",
+            update="immediate" if is_full_pass else draw(st.sampled_from(["immediate", "delayed"])),
         ),
     )
 
@@ -102,12 +102,12 @@ def samples_per_group(plan: Plan) -> set[int]:
     return set(Counter(name for name in kept if name.startswith("block")).values())
 
 
-def test_the_reference_sweep_draws_four_times_and_blockwise_twice() -> None:
-    assert samples_per_group(plan_of(schedule=Schedule(traversal="sweep"))) == {4}
+def test_a_full_pass_samples_four_times_and_blockwise_twice() -> None:
+    assert samples_per_group(plan_of(schedule=Schedule(traversal="full"))) == {4}
     assert samples_per_group(plan_of()) == {2}
     assert samples_per_group(zo2()) == {2}
     assert samples_per_group(
-        plan_of(perturbations=Perturbations(kept=True), schedule=Schedule(traversal="sweep"))
+        plan_of(perturbations=Perturbations(kept=True), schedule=Schedule(traversal="full"))
     ) == {1}
     assert samples_per_group(plan_of(perturbations=Perturbations(kept=True))) == {1}
 
@@ -238,10 +238,10 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
     ("axes", "complaint"),
     [
         (
-            {"residency": Residency(blocks="offloaded"), "schedule": Schedule(traversal="sweep")},
-            "traversal=sweep",
+            {"residency": Residency(blocks="offloaded"), "schedule": Schedule(traversal="full")},
+            "traversal=full",
         ),
-        ({"schedule": Schedule(traversal="sweep", update="delayed")}, "update=delayed"),
+        ({"schedule": Schedule(traversal="full", update="delayed")}, "update=delayed"),
         ({"residency": Residency(blocks="offloaded", embedding_and_head="offloaded")}, "shares one table"),
         ({"residency": Residency(embedding_and_head="offloaded")}, "needs blocks=offloaded"),
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),

@@ -15,7 +15,7 @@ from zosim.program.instructions import Access, Buffer, Space
 from zosim.simulators.simulate import simulate
 
 COPY = instruction("upload", "h2d", 1.0)
-SWEEP = instruction("sweep", "compute", 1.0)
+PARAM_PASS = instruction("param_pass", "compute", 1.0)
 LAUNCHES = instruction("small", "compute", 0.0, work=Work(num_kernels=1000))
 
 
@@ -60,12 +60,12 @@ def test_a_datasheets_copy_is_no_faster_than_its_route_and_a_measured_one_is():
 def test_kernels_take_the_device_and_launches_take_a_core():
     topology, device = of_type("gpu")
     machine = Machine.from_topology(topology, device, make_profile("gpu", dispatch_s=1e-6, num_cores=4))
-    assert dict(machine.activity(program([SWEEP]), SWEEP).uses) == {machine.kernels: 1.0}
+    assert dict(machine.activity(program([PARAM_PASS]), PARAM_PASS).uses) == {machine.kernels: 1.0}
     launching = dict(machine.activity(program([LAUNCHES]), LAUNCHES).uses)
     assert launching == {machine.cores: pytest.approx(1.0)}
     sample = instruction("sample", "sample", 1.0)
     # Two streams of kernels share one device.
-    assert simulate(program([SWEEP, sample]), machine, num_steps=1).makespan_s == pytest.approx(2.0)
+    assert simulate(program([PARAM_PASS, sample]), machine, num_steps=1).makespan_s == pytest.approx(2.0)
 
 
 def test_a_cpus_copy_takes_a_core_and_moves_its_bytes_twice():
@@ -76,7 +76,7 @@ def test_a_cpus_copy_takes_a_core_and_moves_its_bytes_twice():
     assert dict(machine.activity(program([COPY]), COPY).uses) == pytest.approx(
         {machine.cores: 1.0, memory: 2 * RATE}
     )
-    assert dict(machine.activity(program([SWEEP]), SWEEP).uses) == pytest.approx(
+    assert dict(machine.activity(program([PARAM_PASS]), PARAM_PASS).uses) == pytest.approx(
         {machine.cores: 2.0, memory: RATE}
     )
     assert machine.capacities[machine.cores] == 4.0

@@ -70,7 +70,7 @@ def pipelines(compute_s, message_s, data=1, sharing="maxmin", latency_s=0.0):
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_points", [2, 5])
-def test_the_bubble_of_a_sweep_is_what_filling_the_pipeline_takes(num_stages, num_points):
+def test_the_bubble_of_a_full_pass_is_what_filling_the_pipeline_takes(num_stages, num_points):
     # Every point is on the next stage one point's time later: num_points + num_stages - 1 times in all, and each stage
     # works during num_points of them.
     free = [[0.0] * num_points] * (num_stages - 1)

@@ -171,13 +171,13 @@ def test_ablations_are_fixed_fields_and_each_costs_what_it_removes() -> None:
 
 
 def test_what_is_fixed_is_never_traded_away() -> None:
-    requested = request(fixed={"schedule": {"traversal": "sweep"}})
-    assert {plan.schedule.traversal for plan in placements(requested)} == {"sweep"}
+    requested = request(fixed={"schedule": {"traversal": "full"}})
+    assert {plan.schedule.traversal for plan in placements(requested)} == {"full"}
 
 
 def test_a_fixed_field_that_no_plan_can_have_is_refused() -> None:
-    with pytest.raises(PlanError, match="traversal=sweep"):
-        choose(request(method="zo2", fixed={"schedule": {"traversal": "sweep"}}))
+    with pytest.raises(PlanError, match="traversal=full"):
+        choose(request(method="zo2", fixed={"schedule": {"traversal": "full"}}))
     with pytest.raises(PlanError, match=r"must be one of 'immediate' or 'delayed'"):
         choose(request(fixed={"schedule": {"update": "later"}}))
 

@@ -168,8 +168,8 @@ def test_updates_of_one_paper_have_weight_decay_and_of_the_other_one_temporary()
             for item in found.program.step
             if isinstance(item.op, Update | Perturb) and item.op.group == group.name
         }
-        assert works[Update].sweep_bytes == passes * 2 * group.num_parameters
-        assert works[Perturb].sweep_bytes == 7 * 2 * group.num_parameters
+        assert works[Update].param_pass_bytes == passes * 2 * group.num_parameters
+        assert works[Perturb].param_pass_bytes == 7 * 2 * group.num_parameters
         assert works[Update].num_normals == works[Perturb].num_normals == group.num_parameters
 
 
@@ -235,11 +235,11 @@ def test_fused_attention_works_on_padded_heads():
 
 def test_autocast_casts_weights_once_a_visit_and_no_table_that_is_looked_up():
     step = cell(method="ZO2(compress=none)", precision="amp-fp16").program.step
-    swept = {item.id: item.work.sweep_bytes for item in step if isinstance(item.op, Forward)}
+    pass_bytes = {item.id: item.work.param_pass_bytes for item in step if isinstance(item.op, Forward)}
     weights = cell().case.plan.model.group("block.1").num_parameters
-    assert swept["block.1/forward[q0+]"] == 6 * weights
-    assert swept["block.1/forward[q0-]"] == swept["embed/forward[q0+]"] == 0
-    assert swept["head/forward[q0+]"] > 0
+    assert pass_bytes["block.1/forward[q0+]"] == 6 * weights
+    assert pass_bytes["block.1/forward[q0-]"] == pass_bytes["embed/forward[q0+]"] == 0
+    assert pass_bytes["head/forward[q0+]"] > 0
 
 
 def test_transfers_alone_scale_with_the_lanes_less_the_exchange(profile):

@@ -133,7 +133,7 @@ def test_a_copy_slows_the_threads_beside_it_in_proportion():
 
 
 def test_memory_bandwidth_is_shared_as_well():
-    # A sweep moves its bytes once, a copy twice: 1 and 2 GB/s on a memory of 1.5 GB/s.
+    # A pass over parameters moves its bytes once, a copy twice: 1 and 2 GB/s on a memory of 1.5 GB/s.
     whole = program([instruction("copy", "h2d", 1.0), instruction("work", "compute", 1.0)])
     timeline = simulate(whole, shared(num_cores=4.0, memory=1.5 * RATE), num_steps=1)
     # The copy alone could have no more than 1.5, so both want 2.5 of 1.5: 0.6 of full speed for both.
@@ -273,7 +273,7 @@ def _memory_program():
     step = [
         instruction("take", "compute", 1.0, op=Allocate("staging")),
         instruction("sample", "compute", 1.0, writes=(z,)),
-        instruction("use", "compute", 1.0, reads=(z,), work=Work(sweep_bytes=10**9, workspace_bytes=11)),
+        instruction("use", "compute", 1.0, reads=(z,), work=Work(param_pass_bytes=10**9, workspace_bytes=11)),
         instruction("give", "compute", 1.0, op=Free("staging")),
     ]
     return program(step, buffers=buffers)

@@ -55,7 +55,7 @@ def ranking(hardware, split_options, mesh):
 
 
 def test_without_split_points_the_stages_are_balanced():
-    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "full"}}
     decision = choose(request("dgx-h100", fixed=fixed))
     (split_point,) = decision.chosen.plan.split.split_points
     assert split_point in {"block.4", "block.5", "block.6"}
@@ -69,13 +69,13 @@ def test_bounds_of_candidates_are_below_what_is_simulated():
             request("cpu-cluster-1gbit", split_options_of(MODEL, Split(split_points=("block.5.mlp",))))
         )
     )
-    assert {candidate.plan.schedule.traversal for candidate in listed} == {"sweep", "blockwise"}
+    assert {candidate.plan.schedule.traversal for candidate in listed} == {"full", "blockwise"}
     for candidate in listed:
         assert candidate.seconds <= candidate.planned.step_time_s * (1 + 1e-9)
 
 
 def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
-    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "full"}}
 
     def step(hardware, codec):
         split = Split(split_points=("block.5.mlp",), codec=codec, residual_codec=codec)
@@ -120,7 +120,7 @@ def test_each_stage_takes_its_own_memory():
 
 def test_stages_stand_beside_data_and_perturb():
     for text in ("data=2,stage=2", "perturb=2,stage=2"):
-        fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
+        fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "full"}}
         split_options = split_options_of(MODEL, Split(split_points=("block.5",)))
         plan = choose(request("dgx-h100", split_options, mesh=Mesh.parse(text), fixed=fixed)).chosen.plan
         assert plan.placement.world_size == 4
@@ -196,7 +196,7 @@ def test_a_saved_model_is_split_between_its_blocks():
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("difference", "per_boundary"), [("forward", 3), ("central", 4)])
 def test_a_step_sends_as_many_activations_as_print_counts(difference, per_boundary):
-    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "full"}}
     requested = request(
         "dgx-h100",
         split_options_of(MODEL, Split(split_points=("block.3", "block.7"))),
@@ -226,7 +226,7 @@ def test_a_step_sends_as_many_activations_as_print_counts(difference, per_bounda
 @pytest.mark.slow
 def test_the_papers_choice_is_held_against_the_chosen_one():
     densities = {"block.5.mlp": 0.5, "block.6.mlp": 0.1}
-    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "sweep"}}
+    fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "full"}}
     split_options = replace(split_options_of(MODEL), densities=densities)
     decision = choose(request("cpu-cluster-1gbit", split_options, fixed=fixed))
     assert decision.printed_split_points == ("block.6.mlp",)

@@ -31,7 +31,7 @@ def test_a_model_too_large_for_one_device_is_split_in_place_of_offloaded() -> No
     """26 GB of weights on two cards of 24 GB each, which are fed over PCIe."""
     decision = choose(request("rtx4090-2x", "opt-13b", batch=1, seq=512))
     plan = decision.chosen.plan
-    assert (plan.mesh.stage, plan.residency.blocks, plan.schedule.traversal) == (2, "resident", "sweep")
+    assert (plan.mesh.stage, plan.residency.blocks, plan.schedule.traversal) == (2, "resident", "full")
     whole = min(c.seconds for c in decision.others if c.plan.mesh.stage == 1)
     assert whole > 2 * decision.chosen.seconds
     assert not plan.split.is_lossy
@@ -116,7 +116,7 @@ def test_sparq_without_a_mesh_finds_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"mesh": "stage=2"}, {"method": "sparq"}, {"mesh": "stage=2", "traversal": "sweep"}]
+    "settings", [{"mesh": "stage=2"}, {"method": "sparq"}, {"mesh": "stage=2", "traversal": "full"}]
 )
 def test_text_is_refused_for_the_stages_that_were_asked_for_and_not_for_where_blocks_might_be(settings):
     with pytest.raises(PlanError, match="text cannot be generated with split points or stages"):

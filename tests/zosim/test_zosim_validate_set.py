@@ -252,7 +252,7 @@ def test_a_set_that_contradicts_itself_is_refused(
         ProgramSet((program,), roles, groups)
 
 
-def staged(*split_points: str, data: int = 1, traversal: str = "sweep", **axes: object) -> ProgramSet:
+def staged(*split_points: str, data: int = 1, traversal: str = "full", **axes: object) -> ProgramSet:
     inside = tuple(
         int(split_point.split(".")[1]) for split_point in split_points if split_point.endswith(".mlp")
     )
@@ -275,7 +275,7 @@ def staged(*split_points: str, data: int = 1, traversal: str = "sweep", **axes: 
 @pytest.mark.parametrize(
     "split_points", [("block.5",), ("block.5.mlp",), ("block.2", "block.5.mlp", "block.9")]
 )
-@pytest.mark.parametrize("traversal", ["sweep", "blockwise"])
+@pytest.mark.parametrize("traversal", ["full", "blockwise"])
 @pytest.mark.parametrize("difference", ["central", "forward"])
 @pytest.mark.parametrize("rng", ["mezo", "counter"])
 def test_stages_are_valid_and_send_what_the_paper_counts(
@@ -298,8 +298,8 @@ def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
         [(item.op, item.label) for item in program.step if getattr(item.op, "group", "") == "embed.tokens"]
         for program in (first, last)
     ]
-    sweeps = [[op for op, label in found if label != "sample"] for found in done]
-    assert sweeps[0] == sweeps[1] != []
+    passes = [[op for op, label in found if label != "sample"] for found in done]
+    assert passes[0] == passes[1] != []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from costmodel.formats import FORMATS, DType
 from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
-from costmodel.sweeps import perturb_work, sampling_work, update_work
+from costmodel.param_passes import perturb_work, sampling_work, update_work
 from costmodel.work import AttentionKernel, Work
 from zosim.plans import Plan
 from zosim.program import Program
@@ -157,7 +157,9 @@ class _Writer:
         ):  # a lookup is no product: autocast leaves its table alone
             groups = self.model.param_groups_of(segment)
             width = FORMATS[self.dtype].element_bytes + FORMATS[self.plan.compute_dtype].element_bytes
-            changes["sweep_bytes"] = work.sweep_bytes - width * sum(group.num_parameters for group in groups)
+            changes["param_pass_bytes"] = work.param_pass_bytes - width * sum(
+                group.num_parameters for group in groups
+            )
             changes["num_kernels"] -= sum(group.num_tensors for group in groups)
         self.cast.add(segment)
         return work.model_copy(update=changes)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from costmodel.formats import FORMATS
 from costmodel.models.forward import forward_work, shared_activation_bytes
 from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
-from costmodel.sweeps import copy_work
+from costmodel.param_passes import copy_work
 from costmodel.work import Attention, Matmul, Work
 from zosim.lowering.mesh import Losses
 from zosim.lowering.perturbations import Perturbations

@@ -43,7 +43,7 @@ from costmodel.formats.distributions import (
 )
 from costmodel.formats.low_bits import samples_for_rows
 from costmodel.models.model_spec import EMBED, ParamGroup
-from costmodel.sweeps import sampling_work
+from costmodel.param_passes import sampling_work
 from costmodel.work import Matmul, Work
 from zosim.lowering.buckets import bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
@@ -137,10 +137,10 @@ class Perturbations(AxisWriter):
         return max(map(self._segment_bytes, blocks), default=0)
 
     def _segment_bytes(self, segment: str) -> int:
-        """Return the bytes of the perturbations of `segment` that lie in the buffer together: under a sweep one at a time."""
+        """Return the bytes of the perturbations of `segment` that lie in the buffer together: in full passes one at a time."""
         groups = self._rank.model.param_groups_of(segment)
         sizes = [self.perturbation_bytes(g) for g in groups if not self._rank.gathers(g, segment)]
-        return (max if self._rank.is_swept else sum)(sizes or [0])
+        return (max if self._rank.is_full_pass else sum)(sizes or [0])
 
     def _factor_bytes(self, groups: Iterable[ParamGroup], *, lefts: bool = True, rights: bool = True) -> int:
         """Return the bytes of the factors of one perturbation of some groups, both or one of them."""
@@ -449,7 +449,7 @@ class Perturbations(AxisWriter):
         ) + Work(
             dtype=self._storage.sampling_format,
             matmuls=products,
-            sweep_bytes=width * (2 * scaled + 2 * round(num_rows)),
+            param_pass_bytes=width * (2 * scaled + 2 * round(num_rows)),
             num_kernels=len(products) if scaled else 0,
         )
 
@@ -502,7 +502,7 @@ def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParamGroup]:
 
     They come before a group, in the generator's order, that an earlier segment needs.
     """
-    if plan.schedule.traversal == "sweep":
+    if plan.schedule.traversal == "full":
         return []
     # A segment earlier in the step may need what is later in the generator's order.
     turns = {

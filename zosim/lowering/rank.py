@@ -136,7 +136,9 @@ class Rank:
         """Whether `segment` reads `group` through gathered rows, because a later segment needs it unperturbed."""
         readers = self.readers(group)
         # A tied table is perturbed at its last reader. The embedding, which needs few of its rows, adds the perturbation to those.
-        return not self.is_swept and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
+        return (
+            not self.is_full_pass and group.num_trainable > 0 and len(readers) > 1 and segment == readers[0]
+        )
 
     @cached_property
     def storage(self) -> DenseStorage:
@@ -160,9 +162,9 @@ class Rank:
         return self.is_together and self.plan.perturbations.rank is not None
 
     @property
-    def is_swept(self) -> bool:
+    def is_full_pass(self) -> bool:
         """Whether all parameters are at one point together."""
-        return self.plan.schedule.traversal == "sweep"
+        return self.plan.schedule.traversal == "full"
 
     def is_delayed(self, group: ParamGroup) -> bool:
         """Whether the update of `group` waits for its turn in the next step."""

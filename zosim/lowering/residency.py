@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from costmodel.models.model_spec import ParamGroup, block_index
-from costmodel.sweeps import cast_work, copy_work
+from costmodel.param_passes import cast_work, copy_work
 from costmodel.work import Work
 from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head

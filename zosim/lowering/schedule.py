@@ -9,7 +9,7 @@ Two orders of the same forwards, of a model with two blocks and two perturbation
 >>> from zosim.program.operations import Forward
 >>> from zosim.plans import Estimator, Placement, Schedule
 >>> model, place = shortened(read_model_spec("opt-125m")), Placement(topology="cpu-laptop", devices=("cpu0",))
->>> for traversal in ("sweep", "blockwise"):
+>>> for traversal in ("full", "blockwise"):
 ...     axes = {"schedule": Schedule(traversal=traversal), "estimator": Estimator(num_perturbations=2)}
 ...     writer = StepWriter(Plan(model=model, batch=1, seq=16, placement=place, **axes))
 ...     writer.write_step()
@@ -17,7 +17,7 @@ Two orders of the same forwards, of a model with two blocks and two perturbation
 ...         i.op for i in writer.instructions if isinstance(i.op, Forward) and i.segment.startswith("block")
 ...     ]
 ...     print(f"{traversal:10}", *(f"{op.segment[-1]}:{op.point}" for op in order))
-sweep      0:q0+ 1:q0+ 0:q0- 1:q0- 0:q1+ 1:q1+ 0:q1- 1:q1-
+full       0:q0+ 1:q0+ 0:q0- 1:q0- 0:q1+ 1:q1+ 0:q1- 1:q1-
 blockwise  0:q0+ 0:q0- 0:q1+ 0:q1- 1:q0+ 1:q0- 1:q1+ 1:q1-
 """
 
@@ -83,8 +83,8 @@ class StepWriter:
         self._boundaries.receive_all()
         if self._rank.is_together:
             self._together()
-        elif self._rank.is_swept:
-            self._sweep()
+        elif self._rank.is_full_pass:
+            self._full_pass()
         else:
             self._blockwise()
         # One exchange a step, behind all forwards: latency counts for it, not bytes.
@@ -148,17 +148,17 @@ class StepWriter:
             if leap.point.is_perturbed:
                 self._forwards.segment(segment, leap.point)
 
-    def _sweep(self) -> None:
+    def _full_pass(self) -> None:
         if self._plan.estimator.difference == "forward":
             self._forwards.model(BASE)
         for perturbation in range(self._plan.estimator.num_perturbations):
             for leaps in self._points.path(perturbation):
-                self._sweep_perturb(perturbation, leaps)
+                self._full_pass_of(perturbation, leaps)
                 for leap in leaps:
                     if leap.point.is_perturbed:
                         self._forwards.model(leap.point)
 
-    def _sweep_perturb(self, perturbation: int, leaps: tuple[Leap, ...]) -> None:
+    def _full_pass_of(self, perturbation: int, leaps: tuple[Leap, ...]) -> None:
         """Write the reference loop's pass: every group's perturbation is drawn, used and forgotten."""
         for group in self._perturbations.sampling_order:
             if group in self._rank.param_groups:

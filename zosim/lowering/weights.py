@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from costmodel.formats import FORMATS
 from costmodel.models.model_spec import ParamGroup
-from costmodel.sweeps import closing_work, perturb_work, update_work
+from costmodel.param_passes import closing_work, perturb_work, update_work
 from costmodel.work import Work
 from zosim.lowering.mesh import Losses
 from zosim.lowering.perturbations import Perturbations
@@ -48,10 +48,10 @@ from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Perturb, Update
 
 SCRATCH_ELEMENTS = 1 << 20
-"""Elements of the temporaries that sweeps over parameters on a CPU keep from one to the next, all together."""
+"""Elements of the temporaries that passes over parameters on a CPU keep from one to the next, all together."""
 
 SIGN_SCRATCH_ELEMENTS = 1 << 16
-"""The same where perturbations are signs, whose sweeps need temporaries for a weight decay only."""
+"""The same where perturbations are signs, whose passes need temporaries for a weight decay only."""
 
 
 class Leap(NamedTuple):
@@ -107,7 +107,7 @@ class Points(AxisWriter):
     # -- points ------------------------------------------------------------------------------------------------
 
     def path(self, perturbation: int) -> tuple[tuple[Leap, ...], ...]:
-        """Return the perturbations `z` of one index, grouped by the draw that serves them where a sweep forgets perturbations in between.
+        """Return the perturbations `z` of one index, grouped by the draw that serves them where a full pass forgets perturbations in between.
 
         Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
         it has none, its perturbations are drawn if they are kept, or so that the step after can draw them again.
@@ -195,7 +195,7 @@ class Points(AxisWriter):
             return 0
         is_ahead = self._plan.perturbations.sampled_ahead
         # Forwards read one copy at a time; who writes ahead needs another one meanwhile.
-        if not self._rank.is_swept:
+        if not self._rank.is_full_pass:
             return 2 if is_ahead else 1
         # Both signs of a perturbation come of one draw, so both copies of the whole model are there at once.
         of_perturbation = max(Counter(point.perturbation for point in self._perturbed).values())
@@ -210,8 +210,8 @@ class Points(AxisWriter):
         return Access(f"copy.{number}", what, 0, self._trainable_bytes(group), offset)
 
     def _copied(self, segment: str) -> tuple[ParamGroup, ...]:
-        """Return the groups that are at a point together: those of a segment, or under a sweep all."""
-        if self._rank.is_swept:
+        """Return the groups that are at a point together: those of a segment, or in full passes all."""
+        if self._rank.is_full_pass:
             return tuple(group for group in self._rank.param_groups if group.num_trainable)
         return self._rank.perturbed_whole(segment)
 
@@ -223,17 +223,17 @@ class Points(AxisWriter):
         # Embedding and head always use the first buffer.
         if self._num_copies < 2 or not self._takes_turns(segment):
             return 0
-        if self._rank.is_swept:
+        if self._rank.is_full_pass:
             return self._perturbed[point] % self._num_copies
         self._turn += 1
         return self._turn % self._num_copies
 
     def _takes_turns(self, segment: str) -> bool:
         """Whether copies of `segment` go into all of the buffers: embedding and head, often larger than a block, into one."""
-        return self._rank.is_swept or not is_embedding_or_head(segment)
+        return self._rank.is_full_pass or not is_embedding_or_head(segment)
 
     def buffers(self) -> Iterator[Buffer]:
-        """Yield those of copies, and of what sweeps over parameters keep."""
+        """Yield those of copies, and of what passes over parameters keep."""
         dtype = self._plan.weights.dtype
         for number in range(self._num_copies):
             sizes = [
@@ -246,10 +246,10 @@ class Points(AxisWriter):
         # Passes over a group are made in pieces, so that their temporaries stay small.
         most = SIGN_SCRATCH_ELEMENTS if self._storage.keeps_signs else SCRATCH_ELEMENTS
         perturbations_bytes = self._perturbations.perturbation_bytes
-        swept = (
-            self._storage.swept_bytes(group, perturbations_bytes(group)) for group in self._rank.param_groups
+        pass_bytes = (
+            self._storage.pass_bytes(group, perturbations_bytes(group)) for group in self._rank.param_groups
         )
-        largest = max(swept, default=0)
+        largest = max(pass_bytes, default=0)
         if sums := max(map(self._storage.sum_bytes, self._rank.param_groups), default=0):
             yield Buffer("sums", Space.DEVICE, sums, "perturbations", "float32", dynamic=True)
         if scratch := min(largest, FORMATS[dtype].bytes(most)):

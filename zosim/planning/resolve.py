@@ -97,7 +97,7 @@ def schedule_beside(config: PlanConfig) -> Schedule:
         return Schedule(traversal="blockwise", update="delayed")
     # All of the model is at one point while text is generated.
     is_text = config.forward.num_new_tokens is not None
-    return Schedule(traversal="sweep" if is_text else "blockwise", update="immediate")
+    return Schedule(traversal="full" if is_text else "blockwise", update="immediate")
 
 
 def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = None) -> PlanConfig:

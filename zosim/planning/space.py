@@ -16,7 +16,7 @@ Where blocks may live, and when they are updated, of OPT-125M on one GPU without
 ...     print(plan.describe())
 mezo, blockwise
 mezo+delayed, blockwise
-mezo, sweep
+mezo, full pass
 zo2, 1 staging buffer
 zo2, 2 staging buffers
 zo2, 3 staging buffers
@@ -350,7 +350,7 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
         for update in ("immediate", "delayed"):
             yield {"schedule": {"update": update}}
         # More draws, but stages begin with the first point sooner.
-        yield {"schedule": {"traversal": "sweep"}}
+        yield {"schedule": {"traversal": "full"}}
     if "offloaded" in request.blocks and allowed != "resident":
         for transfer_dtype in _transfer_formats(request):
             for transfers, num_buffers in product(_transfers(mesh, placement), _STAGING_BUFFERS):

@@ -153,9 +153,9 @@ class ForwardPass(Axis):
                 "use --residency resident, with quantized values (--weight-format int4 --keep-perturbations) where numbers do not fit",
             ),
             (
-                plan.schedule.traversal != "sweep",
+                plan.schedule.traversal != "full",
                 f"traversal={plan.schedule.traversal}, which has no point at which all blocks are",
-                "use --traversal sweep",
+                "use --traversal full",
             ),
             (plan.points_are_adapters, "weights=adapters", "use --weights serial or copies"),
             (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),

@@ -274,10 +274,10 @@ class LowBits(Axis):
                 "--update-rounding step sums the updates of several perturbations, but a step has one",
                 "raise --num-perturbations, or leave --update-rounding out",
             )
-        if plan.schedule.traversal == "sweep" and not plan.perturbations.kept:
+        if plan.schedule.traversal == "full" and not plan.perturbations.kept:
             yield (
                 (
-                    "traversal=sweep discards a perturbation before the forward that adds it to quantized "
+                    "traversal=full discards a perturbation before the forward that adds it to quantized "
                     "weights"
                 ),
                 "use traversal=blockwise, or --keep-perturbations, which takes a byte per tuned parameter",

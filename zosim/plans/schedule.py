@@ -17,7 +17,7 @@ class Schedule(Axis):
     Attributes
     ----------
     traversal : str
-        ``"sweep"`` perturbs all parameters, then runs the whole model (the reference loop: four draws of
+        ``"full"`` perturbs all parameters, then runs the whole model (the reference loop: four draws of
         every perturbation). ``"blockwise"`` runs both signs of one segment before the next, so that one draw
         serves all three perturbations.
     update : str
@@ -28,7 +28,7 @@ class Schedule(Axis):
     heading = "Placement"
 
     traversal: Annotated[
-        Literal["sweep", "blockwise"],
+        Literal["full", "blockwise"],
         Setting(
             "--traversal",
             "Order of the perturbations: the whole model before each forward, or block by block within it.",
@@ -52,16 +52,16 @@ class Schedule(Axis):
     def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the traversal, which of offloaded blocks goes without saying."""
         if plan.residency.blocks == "resident":
-            yield self.traversal
+            yield "full pass" if self.traversal == "full" else self.traversal
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the traversal cannot do."""
-        if plan.residency.blocks == "offloaded" and self.traversal == "sweep":
+        if plan.residency.blocks == "offloaded" and self.traversal == "full":
             yield (
-                "traversal=sweep needs all blocks on the device, but blocks=offloaded",
+                "traversal=full needs all blocks on the device, but blocks=offloaded",
                 "use traversal=blockwise",
             )
-        if self.traversal == "sweep" and self.update == "delayed":
+        if self.traversal == "full" and self.update == "delayed":
             yield (
                 "update=delayed needs traversal=blockwise",
                 "use traversal=blockwise, or update=immediate",

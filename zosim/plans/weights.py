@@ -35,7 +35,7 @@ class Weights(Axis):
         How weights come to an evaluation point. ``"serial"``: one state of them is moved from point to point in place,
         and back by one more perturbation, whose rounding leaves a drift (the reference loop). ``"copies"``: each point is
         written beside the weights, ``θ + (s·z)·ε`` for its own sign, and read there; only updates change ``θ``. It takes one
-        more buffer of the largest segment; under ``"sweep"`` one of all that is trainable for each sign, so that both come
+        more buffer of the largest segment; under ``"full"`` one of all that is trainable for each sign, so that both come
         of one draw. ``"adapters"``: the weights stay as they are, one forward has all points side by side, and linear layers
         add the factors of each point's perturbation to its part of the product. Numbers differ in roundings, so that the planner
         chooses none of them: a field that nobody set is the reference loop.

@@ -13,8 +13,8 @@ from executors.steps.ops.copy import Copies
 from executors.steps.ops.exchange import Exchanges
 from executors.steps.ops.forward import Forwards
 from executors.steps.ops.operands import Action, Unfit
+from executors.steps.ops.param_passes import ParamPasses
 from executors.steps.ops.sample import Sampling
-from executors.steps.ops.sweep import Sweeps
 from topology.errors import ProgramError
 from zosim.program.instructions import Instruction, Phase
 
@@ -28,7 +28,7 @@ class Actions:
     ----------
     boundaries : BoundaryActions
         Counts what goes to other stages.
-    sweeps : Sweeps
+    param_passes : ParamPasses
         Perturbs and updates.
     num_perturbations : int
         Perturbations per step.
@@ -38,8 +38,8 @@ class Actions:
         self._name = context.program.name
         self.boundaries = BoundaryActions(context)
         copies, forwards = Copies(context), Forwards(context)
-        exchanges, self.sweeps = Exchanges(context), Sweeps(context)
-        self.num_perturbations = self.sweeps.num_perturbations
+        exchanges, self.param_passes = Exchanges(context), ParamPasses(context)
+        self.num_perturbations = self.param_passes.num_perturbations
         self._makers: dict[str, Callable[[Instruction], Action]] = {
             "load": forwards.load,
             "copy": copies.copy,
@@ -47,8 +47,8 @@ class Actions:
             "allocate": copies.allocate,
             "free": copies.free,
             "sample": Sampling(context).sample,
-            "perturb": self.sweeps.perturb,
-            "update": self.sweeps.update,
+            "perturb": self.param_passes.perturb,
+            "update": self.param_passes.update,
             "forward": forwards.forward,
             "scalar": exchanges.scalar,
             "collective": exchanges.collective,

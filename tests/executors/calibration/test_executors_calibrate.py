@@ -98,8 +98,8 @@ def test_products_of_integers_are_exact(
         )
 
 
-def test_sweeps_return_to_where_they_began() -> None:
-    *_, perturb, update = probes._sweeps(CPU, "float32")
+def test_param_passes_return_to_where_they_began() -> None:
+    *_, perturb, update = probes._param_passes(CPU, "float32")
     for probe in (perturb, update):
         theta = next(probe.run.__defaults__[0])  # type: ignore[attr-defined]
         before = theta.clone()
@@ -129,9 +129,9 @@ def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     assert sum(m.contended for m in measured) == 2
 
 
-def test_a_larger_sweep_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_pass_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 24)
-    memory, _, cache, _ = probes._sweeps(CPU, "float32")
+    memory, _, cache, _ = probes._param_passes(CPU, "float32")
 
     def is_longer() -> bool:
         sampled = calibrate._sample([memory, cache], CPU, 0.05, None)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from costmodel.devices.datasheet import datasheet_profile
+from costmodel.param_passes import copy_work
 from costmodel.rates.calibration import with_copy_cores
 from costmodel.rates.measurement import Measurement
 from costmodel.rates.profile import Profile
 from costmodel.rates.slowdown import Slowdown
-from costmodel.sweeps import copy_work
 from costmodel.work import Matmul, Work
 from executors.calibration import whole_steps
 from executors.calibration.calibrate import threads_set

@@ -23,7 +23,7 @@ from zosim.program.operations import Forward
 from zosim.program.validate import validate
 
 NEW, EPSILON = 3, 0.3
-SWEPT = {"schedule": {"traversal": "sweep"}, "forward": {"num_new_tokens": NEW}}
+FULL_PASS = {"schedule": {"traversal": "full"}, "forward": {"num_new_tokens": NEW}}
 BEGINS = (4, 2, 6)
 
 
@@ -67,7 +67,7 @@ def test_each_point_is_rewarded_for_what_the_model_there_says(name, weights, dif
     plan = plan_of(
         model,
         dtype="float64",
-        **SWEPT,
+        **FULL_PASS,
         weights={"perturbation": weights},
         estimator={"epsilon": EPSILON, "difference": difference},
     )
@@ -94,7 +94,7 @@ def test_text_beside_qvalues_is_of_the_whole_model_at_its_point(estimate):
     losses, low_bits = [], {"low_bits": {"weights": "int8"}}
     for axes in (
         low_bits,
-        low_bits | SWEPT | {"perturbations": {"kept": True}},
+        low_bits | FULL_PASS | {"perturbations": {"kept": True}},
     ):
         model = model_of("opt", num_hidden_layers=2)
         plan = plan_of(model, **axes, estimator={"epsilon": EPSILON, **estimate})
@@ -114,7 +114,7 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
     model = model_of("opt")
     works = {}
     for count in (1, 2, 5):
-        plan = plan_of(model, schedule={"traversal": "sweep"}, forward={"num_new_tokens": count})
+        plan = plan_of(model, schedule={"traversal": "full"}, forward={"num_new_tokens": count})
         program = lower(plan)
         validate(program)
         heads = [i for i in program.step if isinstance(i.op, Forward) and i.op.segment == "head"]
@@ -127,7 +127,7 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
             }
             assert read == {group.name for group in plan.model.param_groups}
         works[count] = heads[0].work
-    plain = lower(plan_of(model, schedule={"traversal": "sweep"}))
+    plain = lower(plan_of(model, schedule={"traversal": "full"}))
     once = sum(i.work.flops for i in plain.step if isinstance(i.op, Forward)) / 2
     assert works[1].flops == next(
         i.work.flops for i in plain.step if i.segment == "head" and isinstance(i.op, Forward)
@@ -140,14 +140,14 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
 @pytest.mark.parametrize(
     ("axes", "complaint"),
     [
-        ({"schedule": {"traversal": "blockwise"}}, "--traversal sweep|traversal=blockwise"),
-        ({"schedule": {"traversal": "sweep"}, "weights": {"perturbation": "adapters"}}, "adapters"),
+        ({"schedule": {"traversal": "blockwise"}}, "--traversal full|traversal=blockwise"),
+        ({"schedule": {"traversal": "full"}, "weights": {"perturbation": "adapters"}}, "adapters"),
         (
-            {"schedule": {"traversal": "sweep"}, "forward": {"num_new_tokens": 2, "loss_chunk_tokens": 4}},
+            {"schedule": {"traversal": "full"}, "forward": {"num_new_tokens": 2, "loss_chunk_tokens": 4}},
             "chunks",
         ),
         ({"residency": {"blocks": "offloaded"}}, "would cross the bus 4 times a step"),
-        ({**SWEPT, "low_bits": {"weights": "int8"}}, "--keep-perturbations|discards a perturbation"),
+        ({**FULL_PASS, "low_bits": {"weights": "int8"}}, "--keep-perturbations|discards a perturbation"),
     ],
     ids=["blockwise", "adapters", "chunks", "offloaded", "forgotten"],
 )
@@ -228,7 +228,7 @@ def test_a_reward_that_fails_loses_nothing_and_a_replay_needs_none(inputs, tmp_p
     assert zosim("replay", whole, "--model", inputs[0], "-o", tmp_path / "again") == 0
     for folder in (interrupted, tmp_path / "again"):
         assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert json.loads((whole / "plan.json").read_text())["schedule"]["traversal"] == "sweep"
+    assert json.loads((whole / "plan.json").read_text())["schedule"]["traversal"] == "full"
 
 
 @pytest.mark.crossed(slow=2)

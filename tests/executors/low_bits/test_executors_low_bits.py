@@ -827,7 +827,7 @@ def test_adapters_that_cannot_be_qvalues_are_refused(declared, lora, reason):
         ({"weights": "int8", "kernel": "int_mm"}, {}, "activations=none"),
         ({"perturbation_bits": 4}, {}, "need quantized weights"),
         ({"weights": "int8", "update_rounding": "step"}, {}, "but a step has one"),
-        ({"weights": "int8"}, {"schedule": {"traversal": "sweep"}}, "sweep"),
+        ({"weights": "int8"}, {"schedule": {"traversal": "full"}}, "traversal=full"),
         (
             {"weights": "int8", "estimator": "q-rge2"},
             {"perturbations": {"kept": True}},

@@ -172,8 +172,8 @@ def test_what_cannot_be_adapters_is_refused():
     attach(model, "linears")
     with pytest.raises(PlanError, match="not gaussian"):
         plan_of(model, **adapters)
-    with pytest.raises(PlanError, match="traversal=sweep"):
-        plan_of(model, perturbations=LOZO, schedule={"traversal": "sweep"}, **adapters)
+    with pytest.raises(PlanError, match="traversal=full"):
+        plan_of(model, perturbations=LOZO, schedule={"traversal": "full"}, **adapters)
     plan = plan_of(model, perturbations=LOZO, **adapters)
     with pytest.raises(ModelError, match="objective"):
         Session(plan, model, objective=lambda logits, _batch: logits.sum())

@@ -16,7 +16,7 @@ from zosim.plans import Plan
 EPSILON, RATE, NUM_STEPS = 1e-3, 1e-2, 7
 PLACEMENTS = {
     "blockwise": {},
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "full": {"schedule": {"traversal": "full"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "kept": {"perturbations": {"kept": True}},
 }
@@ -46,7 +46,7 @@ def tuned(plan, model, *, num_steps=NUM_STEPS, decay=0.0):
         ("opt", "lozo", "kept", 0.0),
         ("opt", "factorised", "offloaded", 0.1),
         ("llama", "lozo-released", "blockwise", 0.0),
-        ("opt", "lozo-released", "sweep", 0.1),
+        ("opt", "lozo-released", "full", 0.1),
         ("opt", "lozo-released", "offloaded", 0.0),
     ],
 )

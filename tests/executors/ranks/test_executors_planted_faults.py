@@ -23,7 +23,7 @@ from tests.support.tiny import batches, model_of
 from topology.errors import RunError
 from zosim.config import merge
 
-COPIES = {"weights": {"perturbation": "copies"}, "schedule": {"traversal": "sweep"}}
+COPIES = {"weights": {"perturbation": "copies"}, "schedule": {"traversal": "full"}}
 PERTURBATIONS = {"estimator": {"num_perturbations": 2}}
 QUANTIZED = {"low_bits": {"weights": "int8"}}
 
@@ -35,7 +35,7 @@ ALONE = {
         "residency": {"blocks": "offloaded", "transfer_dtype": "bfloat16"},
         "schedule": {"update": "delayed"},
     },
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "full": {"schedule": {"traversal": "full"}},
     "copies": COPIES,
     "perturbations": PERTURBATIONS,
     "quantized weights": QUANTIZED,

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from costmodel.models.configs import LoRA
-from costmodel.sweeps import closing_work
+from costmodel.param_passes import closing_work
 from executors.low_bits import linear
 from executors.models.increments import Increments
 from executors.models.lora import joined_factors

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executors.steps.arithmetic import Sweeper, gathered, projected_gradient
+from executors.steps.arithmetic import ParamPass, gathered, projected_gradient
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,9 +44,9 @@ def test_perturbation_has_the_bits_of_the_literal_expression(dtype, scale, epsil
     z = z[torch.randperm(z.numel(), generator=torch.Generator().manual_seed(2))]
     literal = theta + (scale * z) * epsilon
     for piece in (64, 1000, 1 << 16):
-        swept = theta.clone()
-        Sweeper(piece).perturb(swept, z, scale, epsilon)
-        assert _same_bits(swept, literal)
+        shipped = theta.clone()
+        ParamPass(piece).perturb(shipped, z, scale, epsilon)
+        assert _same_bits(shipped, literal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -55,9 +55,9 @@ def test_perturbation_has_the_bits_of_the_literal_expression(dtype, scale, epsil
 def test_a_perturbation_scaled_once_perturbs_with_the_same_bits(dtype, scale, epsilon):
     theta = _awkward(dtype, 0, limit=0.5)
     z = torch.randn(theta.numel(), generator=torch.Generator().manual_seed(1)).to(dtype)
-    swept = theta.clone()
-    Sweeper().perturb_scaled(swept, z * epsilon, scale)
-    assert _same_bits(swept, theta + (scale * z) * epsilon)
+    shipped = theta.clone()
+    ParamPass().perturb_scaled(shipped, z * epsilon, scale)
+    assert _same_bits(shipped, theta + (scale * z) * epsilon)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,13 +67,13 @@ def test_signs_perturb_and_update_with_the_bits_of_the_literal_expressions(dtype
     theta = _awkward(dtype, 0, limit=0.5)
     bits = torch.randint(2, (theta.numel(),), generator=torch.Generator().manual_seed(1))
     z = (2 * bits - 1).to(dtype)
-    swept = theta.clone()
-    Sweeper().perturb_signs(swept, z, scale, epsilon)
-    assert _same_bits(swept, theta + (scale * z) * epsilon)
+    shipped = theta.clone()
+    ParamPass().perturb_signs(shipped, z, scale, epsilon)
+    assert _same_bits(shipped, theta + (scale * z) * epsilon)
     for gradient in (0.37, -1234.5, 0.0):
-        swept = theta.clone()
-        Sweeper().update_signs(swept, z, gradient=gradient, learning_rate=1e-4)
-        assert _same_bits(swept, theta - 1e-4 * (gradient * z))
+        shipped = theta.clone()
+        ParamPass().update_signs(shipped, z, gradient=gradient, learning_rate=1e-4)
+        assert _same_bits(shipped, theta - 1e-4 * (gradient * z))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,11 +85,11 @@ def test_update_has_the_bits_of_the_literal_expression(dtype, weight_decay, grad
         literal = theta - 1e-4 * (gradient * z)
     else:
         literal = theta - 1e-4 * (gradient * z + weight_decay * theta)
-    swept = theta.clone()
-    Sweeper(1000).update(swept, z, gradient=gradient, learning_rate=1e-4, weight_decay=weight_decay)
+    shipped = theta.clone()
+    ParamPass(1000).update(shipped, z, gradient=gradient, learning_rate=1e-4, weight_decay=weight_decay)
     finite = torch.isfinite(literal)
-    assert torch.equal(finite, torch.isfinite(swept))
-    assert _same_bits(swept[finite], literal[finite])
+    assert torch.equal(finite, torch.isfinite(shipped))
+    assert _same_bits(shipped[finite], literal[finite])
 
 
 def test_fused_addition_would_round_differently():
@@ -101,9 +101,9 @@ def test_fused_addition_would_round_differently():
 def test_gathered_rows_follow_the_same_path_as_the_table():
     theta = torch.randn(50, 8, generator=torch.Generator().manual_seed(7))
     z = torch.randn(50, 8, generator=torch.Generator().manual_seed(8))
-    table, sweeper = theta.clone(), Sweeper()
+    table, param_pass = theta.clone(), ParamPass()
     for scale in (1, -2):
-        sweeper.perturb(table.view(-1), z.view(-1), scale, 1e-3)
+        param_pass.perturb(table.view(-1), z.view(-1), scale, 1e-3)
     rows = torch.tensor([3, 4, 40])
     assert torch.equal(gathered(theta[rows], z[rows], (1, -2), 1e-3), table[rows])
 
@@ -122,8 +122,8 @@ def test_qvalues_are_multiplied_as_one_pass_over_both_formats_does(dtype):
     factors = (10.0 ** torch.linspace(-12, 4, 60, dtype=torch.float64)).tolist()
     for factor in (*factors, -3.3e-6, 0.0, 1e-45):
         product = torch.mul(z, factor, out=torch.empty_like(theta))
-        swept = theta.clone()
-        Sweeper(100).perturb(swept, z, 1, factor)
-        assert _same_bits(swept, theta + product)
-        Sweeper(100).update(swept, z, gradient=factor, learning_rate=1e-3, weight_decay=None)
-        assert _same_bits(swept, theta + product - product * 1e-3)
+        shipped = theta.clone()
+        ParamPass(100).perturb(shipped, z, 1, factor)
+        assert _same_bits(shipped, theta + product)
+        ParamPass(100).update(shipped, z, gradient=factor, learning_rate=1e-3, weight_decay=None)
+        assert _same_bits(shipped, theta + product - product * 1e-3)

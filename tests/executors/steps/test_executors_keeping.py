@@ -17,7 +17,7 @@ from zosim.program.operations import Sample, Update
 from zosim.program.validate import validate
 
 PLACEMENTS = {
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "full": {"schedule": {"traversal": "full"}},
     "resident": {},
     "sample-ahead": {"perturbations": {"sampled_ahead": True}},
     "delayed": {"schedule": {"update": "delayed"}},

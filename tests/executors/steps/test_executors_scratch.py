@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from executors.runs.session import Session
-from executors.steps.arithmetic import CHUNK_ELEMENTS, Sweeper
+from executors.steps.arithmetic import CHUNK_ELEMENTS, ParamPass
 from tests.support.tiny import batches, model_of, plan_of
 from zosim.lowering.weights import SCRATCH_ELEMENTS
 from zosim.program.instructions import Space
@@ -43,7 +43,7 @@ def test_a_resident_step_keeps_the_perturbation_of_one_segment(name, update, est
         for batch in batches(3):
             session.step(batch)
         arena = session.memory().arena_bytes
-        scratch = session.interpreter._actions.sweeps.sweeper.scratch_bytes
+        scratch = session.interpreter._actions.param_passes.param_pass.scratch_bytes
         declared = session.program.buffer("scratch").size_bytes
     assert {key for key, size in arena.items() if size} == {
         (Space.DEVICE, "weights"),
@@ -66,8 +66,8 @@ def test_a_tied_table_bounds_what_is_kept():
 
 def test_scratch_is_what_is_planned_for():
     assert CHUNK_ELEMENTS["cpu"] == SCRATCH_ELEMENTS
-    sweeper, theta = Sweeper(), torch.zeros(3 * SCRATCH_ELEMENTS)
-    sweeper.perturb(theta, theta.clone(), 1, 1e-3)
-    assert sweeper.scratch_bytes == 4 * SCRATCH_ELEMENTS
-    sweeper.update(theta, theta.clone(), gradient=1.0, learning_rate=1e-3, weight_decay=0.1)
-    assert sweeper.scratch_bytes == 4 * SCRATCH_ELEMENTS
+    param_pass, theta = ParamPass(), torch.zeros(3 * SCRATCH_ELEMENTS)
+    param_pass.perturb(theta, theta.clone(), 1, 1e-3)
+    assert param_pass.scratch_bytes == 4 * SCRATCH_ELEMENTS
+    param_pass.update(theta, theta.clone(), gradient=1.0, learning_rate=1e-3, weight_decay=0.1)
+    assert param_pass.scratch_bytes == 4 * SCRATCH_ELEMENTS

@@ -42,7 +42,7 @@ from zosim.program.instructions import Stream as StreamName
 SPARSE = {"low_bits": {"weights": "int8", "sparsity": 0.5}}
 PLACEMENTS = {
     "resident": {},
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "full": {"schedule": {"traversal": "full"}},
     "kept": {"perturbations": {"kept": True}},
     "perturbations": {"estimator": {"num_perturbations": 2}},
     "copies": {"weights": {"perturbation": "copies"}},
@@ -363,7 +363,7 @@ INTERPRETER = "executors.steps.interpreter:Interpreter"
 READING = "executors.device_scalars:ScalarReading"
 BOUNDARIES = "executors.steps.ops.codec:BoundaryActions"
 EXCHANGES = "executors.steps.ops.exchange:Exchanges"
-SWEEP = "executors.steps.arithmetic:Sweeper.update"
+PARAM_PASS = "executors.steps.arithmetic:ParamPass.update"
 UNTIED = {
     "residency": {"blocks": "offloaded", "embedding_and_head": "offloaded"},
     "schedule": {"update": "delayed"},
@@ -570,7 +570,7 @@ MORE_FAULTS = {
         lambda shipped, self, item, *rest: shipped(self, replace(item, waits=()), *rest),
     ),
     "losses are read before they have come": ("perturb", f"{EXCHANGES}._pack", packed_early),
-    "an update goes to a stream beside": ("resident", SWEEP, beside),
+    "an update goes to a stream beside": ("resident", PARAM_PASS, beside),
     "a perturbation is drawn beside its stream": (
         "offloaded, ahead",
         "executors.steps.ops.sample:Sampling._scaling",
@@ -591,7 +591,7 @@ WAITING = {
     "buffers of the host are not pinned": ("offloaded", f"{BACKEND}.reserve", not_pinned),
     "a number's place is not pinned": ("resident", f"{READING}.__init__", place_not_pinned),
     "what ranks share is pinned in part": ("data, shared", "executors.ranks.host_memory:HostMemory.pin", pinned_in_part),
-    "an update takes its number from the host": ("resident", SWEEP, lambda shipped, *given, gradient, **named: shipped(*given, gradient=float(gradient), **named)),
+    "an update takes its number from the host": ("resident", PARAM_PASS, lambda shipped, *given, gradient, **named: shipped(*given, gradient=float(gradient), **named)),
 }  # fmt: skip
 
 
@@ -650,7 +650,7 @@ def other_weights_decay(shipped, *given, decaying=None, **named):
 SCALAR = "executors.device_scalars:DeviceScalar"
 WRONG_NUMBERS = {
     "a number is rounded to the format of weights": ("bfloat16", f"{SCALAR}.factor", lambda shipped, self, dtype: shipped(self, dtype).to(dtype)),
-    "other weights decay": ("float32", SWEEP, other_weights_decay),
+    "other weights decay": ("float32", PARAM_PASS, other_weights_decay),
     "a quotient is not divided": ("float32", f"{SCALAR}.__truediv__", lambda _shipped, self, _divisor: self),
 }  # fmt: skip
 

@@ -18,14 +18,14 @@ from zosim.program.operations import Perturb, Sample, Update
 from zosim.program.validate import validate
 
 PLACEMENTS = {
-    "sweep": {"schedule": {"traversal": "sweep"}},
+    "full": {"schedule": {"traversal": "full"}},
     "resident": {},
     "resident-delayed": {"schedule": {"update": "delayed"}},
     "offloaded": {"residency": {"blocks": "offloaded"}, "schedule": {"update": "delayed"}},
     "offloaded-immediate": {"residency": {"blocks": "offloaded", "num_staging_buffers": 1}},
     "offloaded-fresh-buffers": {"residency": {"blocks": "offloaded", "reuse_staging_buffers": False}},
     "kept": {"perturbations": {"kept": True}},
-    "sweep-kept": {"perturbations": {"kept": True}, "schedule": {"traversal": "sweep"}},
+    "full-kept": {"perturbations": {"kept": True}, "schedule": {"traversal": "full"}},
 }
 AHEAD = {f"{name}-ahead": placement | {"perturbations": placement.get("perturbations", {}) | {"sampled_ahead": True}}
          for name, placement in PLACEMENTS.items()}  # fmt: skip
@@ -34,7 +34,7 @@ EDGES = {
     "residency": {"blocks": "offloaded", "embedding_and_head": "offloaded"},
     "schedule": {"update": "delayed"},
 }
-QUICK = ("sweep", "resident-delayed", "offloaded-ahead", "sweep-kept-ahead")
+QUICK = ("full", "resident-delayed", "offloaded-ahead", "full-kept-ahead")
 RATE = 1e-2
 
 
@@ -96,7 +96,7 @@ def test_points_are_theta_plus_and_minus_one_product_rounded_once():
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), EDGES], ids=[*PLACEMENTS, "offloaded-edges"])
 @pytest.mark.parametrize("perturbations", [1, 3])
-def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, perturbations):
+def test_programs_hold_the_copies_that_they_name_and_one_pass_less(placement, perturbations):
     model = model_of("opt-untied")
     plans = [
         plan_of(model, estimator={"num_perturbations": perturbations}, **weighing(placement, how))
@@ -106,22 +106,22 @@ def test_programs_hold_the_copies_that_they_name_and_one_sweep_less(placement, p
     validate(copied)
     assert all(buffer.role != "copies" for buffer in serial.buffers)
     sizes = {buffer.name: buffer.size_bytes for buffer in copied.buffers if buffer.role == "copies"}
-    is_sweep = plans[1].schedule.traversal == "sweep"
-    assert len(sizes) == 2 if is_sweep or plans[1].perturbations.sampled_ahead else 1
+    is_full_pass = plans[1].schedule.traversal == "full"
+    assert len(sizes) == 2 if is_full_pass or plans[1].perturbations.sampled_ahead else 1
     touched = {a.buffer for i in copied.step for a in (*i.reads, *i.writes) if a.buffer in sizes}
     assert touched == set(sizes)
     bytes_of = {group.name: 4 * group.num_trainable for group in plans[1].model.param_groups}
-    at_least = sum(bytes_of.values()) if is_sweep else max(bytes_of.values())
-    assert at_least <= sizes["copy.0"] < at_least * (1 if is_sweep else 1.2) + 64 * 100
-    sweeps = [sum(isinstance(i.op, Perturb) for i in p.step) for p in (serial, copied)]
-    assert sweeps[1] == sweeps[0] * 2 // 3
+    at_least = sum(bytes_of.values()) if is_full_pass else max(bytes_of.values())
+    assert at_least <= sizes["copy.0"] < at_least * (1 if is_full_pass else 1.2) + 64 * 100
+    passes = [sum(isinstance(i.op, Perturb) for i in p.step) for p in (serial, copied)]
+    assert passes[1] == passes[0] * 2 // 3
     assert {i.op.scale for i in copied.step if isinstance(i.op, Perturb)} == {1, -1}
 
 
-def test_a_sweep_draws_twice_where_it_drew_four_times():
+def test_a_full_pass_samples_twice_where_it_sampled_four_times():
     sampled = []
     for how in ("serial", "copies"):
-        program = lower(plan_of(model_of("opt"), **weighing(PLACEMENTS["sweep"], how)))
+        program = lower(plan_of(model_of("opt"), **weighing(PLACEMENTS["full"], how)))
         sampled.append(sum(isinstance(i.op, Sample) and i.op.group == "block.1" for i in program.step))
     assert sampled == [4, 2]
 
@@ -135,7 +135,7 @@ def test_what_is_written_ahead_leaves_the_compute_stream_and_waits_for_nobody_el
     assert waits <= {"block.0/forward[q0+]", "embed/forward[q0-]"}
 
 
-def test_sweeps_on_two_streams_are_refused():
+def test_param_passes_on_two_streams_are_refused():
     model = model_of("opt")
     plan = plan_of(model, **weighing({}))
     program = lower(plan)
@@ -165,7 +165,7 @@ def test_an_updated_block_is_sent_back_while_it_is_forwarded():
     assert {edge.instruction for edge in offload.after if not edge.distance} == {"block.1/update[q0]"}
 
 
-@pytest.mark.parametrize("placement", ["resident", "sweep", "sweep-ahead", "offloaded-ahead"])
+@pytest.mark.parametrize("placement", ["resident", "full", "full-ahead", "offloaded-ahead"])
 def test_the_memory_that_is_planned_is_what_is_taken(placement):
     model = model_of("opt")
     plan = plan_of(model, **weighing(PLACEMENTS[placement]))

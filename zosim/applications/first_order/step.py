@@ -9,7 +9,7 @@ from typing import Literal
 from costmodel.models.backward import backward_work, optimizer_work
 from costmodel.models.forward import forward_work
 from costmodel.models.model_spec import EMBED, HEAD, ParamGroup
-from costmodel.sweeps import copy_work
+from costmodel.param_passes import copy_work
 from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
 from zosim.applications.first_order.settings import FirstOrder, turns
@@ -192,7 +192,7 @@ class FirstOrderWriter(Listing):
                 # A share is cast, and then sent to the others.
                 work = Work(
                     link_bytes=whole.size_bytes * (num_ranks - 1) // num_ranks,
-                    sweep_bytes=read.size_bytes + whole.size_bytes // num_ranks,
+                    param_pass_bytes=read.size_bytes + whole.size_bytes // num_ranks,
                 )
                 op = Collective("all_gather", REPLICAS)
                 self.emit(
@@ -216,7 +216,7 @@ class FirstOrderWriter(Listing):
             share = self.layout.gradient(group, self._left[group.name])
             work = Work(
                 link_bytes=whole.size_bytes * (num_ranks - 1) // num_ranks,
-                sweep_bytes=(3 if before else 2) * share.size_bytes,
+                param_pass_bytes=(3 if before else 2) * share.size_bytes,
             )
             op = Collective("reduce_scatter", REPLICAS)
             self.emit(

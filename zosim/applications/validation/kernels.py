@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from costmodel.estimate import device_s, estimate
-from costmodel.sweeps import sampling_work
+from costmodel.param_passes import sampling_work
 from costmodel.work import Attention, AttentionKernel, Matmul, Work
 from zosim.applications.validation.codes import KERNEL_NAMES
 from zosim.applications.validation.measured_machines import MeasuredMachine, bounded

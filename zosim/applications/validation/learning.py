@@ -10,10 +10,10 @@ from typing import get_args
 
 from costmodel.devices.datasheet import sustained
 from costmodel.estimate import CopyDirection, device_s, estimate
+from costmodel.param_passes import copy_work
 from costmodel.rates.calibration import FitReport, fit_profile
 from costmodel.rates.measurement import Measurement
 from costmodel.rates.profile import Constant, Profile
-from costmodel.sweeps import copy_work
 from topology.errors import ProfileError, ZosimError
 from zosim.applications.validation import kernels
 from zosim.applications.validation.measured_machines import MeasuredMachine, MeasuredMachines

@@ -6,8 +6,8 @@ from typing import cast, get_args
 
 from costmodel.devices.collectives import CollectiveName, point_to_point_s
 from costmodel.estimate import CopyDirection, device_s, estimate
+from costmodel.param_passes import copy_work
 from costmodel.rates.profile import Bound
-from costmodel.sweeps import copy_work
 from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.hardware.machines import machines_for

@@ -9,8 +9,8 @@ from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
 from costmodel.models.forward import forward_work
 from costmodel.models.model_spec import EMBED, HEAD, ModelSpec
+from costmodel.param_passes import copy_work
 from costmodel.rates.profile import Bound, Profile
-from costmodel.sweeps import copy_work
 from costmodel.work import Work
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.measured_machines import MeasuredMachine, bounded

@@ -136,7 +136,7 @@ def _zeroth_order(row: MeasuredRow, measured_machine: MeasuredMachine) -> Planne
         weights={"dtype": _stored(dtype)},
         residency=Residency(blocks="offloaded" if is_offloaded else "resident"),
         schedule=Schedule(
-            traversal="blockwise" if is_offloaded else "sweep",
+            traversal="blockwise" if is_offloaded else "full",
             update="delayed" if is_offloaded else "immediate",
         ),
         forward=ForwardPass(

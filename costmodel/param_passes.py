@@ -113,7 +113,7 @@ def perturb_work(
 
     Examples
     --------
-    >>> perturb_work(10).sweep_bytes, perturb_work(10, arithmetic="literal").sweep_bytes
+    >>> perturb_work(10).param_pass_bytes, perturb_work(10, arithmetic="literal").param_pass_bytes
     (120, 280)
     """
     theta, z = FORMATS[dtype].element_bytes, FORMATS[perturbation_dtype or dtype].element_bytes
@@ -121,7 +121,7 @@ def perturb_work(
     if arithmetic == "pieces":
         return Work(
             dtype=dtype,
-            sweep_bytes=num_elements * axpy_bytes,
+            param_pass_bytes=num_elements * axpy_bytes,
             scratch_bytes=num_elements * 2 * theta,
             num_kernels=2,
             num_shared_kernels=_num_shared(num_elements, 2),
@@ -131,7 +131,7 @@ def perturb_work(
     largest = num_elements if largest_tensor is None else largest_tensor
     return Work(
         dtype=dtype,
-        sweep_bytes=num_elements * (axpy_bytes + passes * z),
+        param_pass_bytes=num_elements * (axpy_bytes + passes * z),
         num_kernels=kernels * num_tensors,
         num_shared_kernels=_num_shared(num_elements, kernels * num_tensors),
         # The second temporary is made while the first is alive; then the sum while the second is.
@@ -181,11 +181,11 @@ def update_work(
         return step
     if arithmetic != "literal":
         decay_bytes = 2 * theta * num_elements
-        return step + Work(dtype=dtype, sweep_bytes=decay_bytes, num_kernels=num_tensors)
+        return step + Work(dtype=dtype, param_pass_bytes=decay_bytes, num_kernels=num_tensors)
     largest = num_elements if largest_tensor is None else largest_tensor
     return step + Work(
         dtype=dtype,
-        sweep_bytes=5 * theta * num_elements,
+        param_pass_bytes=5 * theta * num_elements,
         num_kernels=2 * num_tensors,
         workspace_bytes=3 * theta * largest,
     )
@@ -255,12 +255,12 @@ def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> W
     return Work(
         num_factor_flops=bases + between + products,
         # Three times read and written in float32, and in float64.
-        sweep_bytes=(outputs + inputs) * joined * 6 * (4 + 8),
+        param_pass_bytes=(outputs + inputs) * joined * 6 * (4 + 8),
         num_normals=rank * inputs,
         num_kernels=_CLOSING_KERNELS,
     )
 
 
 def _num_shared(num_elements: int, num_kernels: int) -> int:
-    """Return how many of the kernels that sweep over `num_elements` in parts a CPU's threads share: the larger ones."""
+    """Return how many of the kernels of a pass over `num_elements` in parts a CPU's threads share: the larger ones."""
     return min(num_kernels, num_elements // SHARED_ELEMENTS)

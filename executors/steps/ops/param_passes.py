@@ -10,7 +10,7 @@ from executors.low_bits.stored import UpdateCounts, UpdateStep
 from executors.models.parameters import NamedTensor
 from executors.randomness.low_rank import divisor_of, is_matrix, product_tiles
 from executors.randomness.rounded import RoundingUniforms, rounding_key
-from executors.steps.arithmetic import Sweeper
+from executors.steps.arithmetic import ParamPass
 from executors.steps.buffers import runs_alike
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
@@ -31,18 +31,18 @@ Location = tuple[str, int]
 """Under which the store keeps what is no flat array."""
 
 
-class Sweeps:
+class ParamPasses:
     """Makes actions out of perturbations and updates."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         program = context.program
-        self.sweeper = Sweeper(_scratch_elements(program))
+        self.param_pass = ParamPass(_scratch_elements(program))
         self.num_perturbations = 1 + max(
             (i.op.perturbation for i in program.step if isinstance(i.op, Scalar)), default=-1
         )
-        sweeps = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
-        self._streams = {i.stream for i in sweeps[:1]}
+        param_passes = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
+        self._streams = {i.stream for i in param_passes[:1]}
         samples = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Sample)}
         self._signs = {
             group for group, op in samples.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
@@ -68,7 +68,7 @@ class Sweeps:
         op = instruction.op
         assert isinstance(op, Perturb)
         read, left, perturbation = self._operands(instruction, op.group)
-        epsilon, sweeper = self._context.hyperparameters.epsilon, self.sweeper
+        epsilon, param_pass = self._context.hyperparameters.epsilon, self.param_pass
         is_kept_scaled, is_sign = is_scaled(perturbation.what), op.group in self._signs
         if (rounding := self._roundings.get(op.group)) is not None:
             return self._perturb_by_qvalues(op, (read, left, perturbation), epsilon / rounding.scale)
@@ -77,11 +77,11 @@ class Sweeps:
             # As one stretch, gaps between tensors included: a pass over all is faster than one for each.
             theta, out, z = (self._context.store.placed(access).flat for access in (read, left, perturbation))
             if is_kept_scaled:
-                sweeper.perturb_scaled(theta, z, op.scale, out)
+                param_pass.perturb_scaled(theta, z, op.scale, out)
             elif is_sign:
-                sweeper.perturb_signs(theta, z, op.scale, epsilon, out)
+                param_pass.perturb_signs(theta, z, op.scale, epsilon, out)
             else:
-                sweeper.perturb(theta, z, op.scale, epsilon, out)
+                param_pass.perturb(theta, z, op.scale, epsilon, out)
 
         return perturb
 
@@ -94,7 +94,7 @@ class Sweeps:
             read, left, perturbation = map(self._context.store.placed, accesses)
             thetas, outs = ([view.view(-1) for view in placed.views] for placed in (read, left))
             zs = [qvalues.view(-1) for qvalues in perturbation.qvalues]
-            self.sweeper.perturb_several(thetas, zs, op.scale, epsilon, outs)
+            self.param_pass.perturb_several(thetas, zs, op.scale, epsilon, outs)
 
         return perturb
 
@@ -113,7 +113,7 @@ class Sweeps:
             )
         # Several perturbations are one step, which decays once. A decay of 0 changes nothing.
         weight_decay = self._context.hyperparameters.weight_decay if op.perturbation == 0 else 0.0
-        sweeper, is_sign = self.sweeper, op.group in self._signs
+        param_pass, is_sign = self.param_pass, op.group in self._signs
         if op.group in self._roundings:
             before, after = (
                 next(
@@ -146,7 +146,7 @@ class Sweeps:
             # One pass over all, which adds the decay to the stretches that have one.
             if is_launched and matrix_divisor == 1 and not is_uniform:
                 decaying = [(begin, end) for begin, end, (decays, _) in runs if decays]
-                sweeper.update(
+                param_pass.update(
                     theta.flat,
                     z.flat,
                     gradient=gradient,
@@ -157,7 +157,7 @@ class Sweeps:
                 return
             if is_launched and not is_uniform:
                 of_divisor = {divisor: gradient / divisor for divisor in (1.0, matrix_divisor)}
-                sweeper.update_several(
+                param_pass.update_several(
                     [theta.flat[begin:end] for begin, end, _ in runs],
                     [z.flat[begin:end] for begin, end, _ in runs],
                     gradients=[of_divisor[divisor] for _, _, (_, divisor) in runs],
@@ -170,10 +170,10 @@ class Sweeps:
             for begin, end, (decays, divisor) in runs:
                 piece, along = theta.flat[begin:end], z.flat[begin:end]
                 if is_sign and not decays:
-                    sweeper.update_signs(piece, along, gradient=gradient, learning_rate=rate)
+                    param_pass.update_signs(piece, along, gradient=gradient, learning_rate=rate)
                 else:
                     decay = weight_decay if decays else None
-                    sweeper.update(
+                    param_pass.update(
                         piece, along, gradient=gradient / divisor, learning_rate=rate, weight_decay=decay
                     )
 
@@ -200,7 +200,7 @@ class Sweeps:
             for tensor, matrix, left, right in matrices:
                 decay = weight_decay if weight_decay and tensor.decays else None
                 for begin, tile in product_tiles(left, right, product_divisor):
-                    self.sweeper.update(
+                    self.param_pass.update(
                         matrix[begin : begin + tile.shape[0]].view(-1),
                         tile.view(-1),
                         gradient=gradient,
@@ -240,7 +240,7 @@ class Sweeps:
                 rows=self._context.nonzero_rows(op.group, source, op.perturbation),
                 uniforms=partial(self._uniforms.between, key=key),
                 counted=self.counts,
-                add=self.sweeper.update_several,
+                add=self.param_pass.update_several,
                 sums=values.pop(before) if before is not None else None,
                 is_rounded=after is None,
             )
