@@ -34,6 +34,7 @@ VALUES: tuple[tuple[str, str, str], ...] = (
     ("--save-as", "codes", "compressed-tensors"),
     ("--save-as", "zosim-codes", "zosim"),
     ("--update-rounding", "query", "perturbation"),
+    ("--traversal", "sweep", "full"),
 )
 """Option by its present spelling, and earlier and present spelling of a value, as ``("--traversal", "sweep", "full")``."""
 

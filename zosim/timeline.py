@@ -39,6 +39,7 @@ RENAMED: Mapping[str, str] = {
     "spans.label=draw": "sample",
     "spans.limiter=draw": "sampling",
     "spans.limiter=shared_draw": "shared_sampling",
+    "spans.limiter=sweep": "param_pass",
 }
 """Fields and values that were renamed of a timeline (:mod:`topology.renamed`)."""
 

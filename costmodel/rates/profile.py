@@ -40,6 +40,7 @@ RENAMED: Mapping[str, str] = {
     "constants.name=pace_part.*": "slowdown_part.*",
     "constants.name=pace_s": "reference_s",
     "constants.name=pace": "slowdown",
+    "constants.name=sweep_*": "param_pass_*",
     "device_kind": "device_type",
 }
 """Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""

@@ -232,6 +232,8 @@ RENAMED: Mapping[str, str] = {
     "run.identity.residency.edges": "embedding_and_head",
     "run.identity.split.cuts": "split_points",
     "run.identity.cut_blocks": "split_blocks",
+    "run.identity.traversal=sweep": "full",
+    "run.identity.schedule.traversal=sweep": "full",
 }
 """Fields of a header that were renamed (:mod:`topology.renamed`), but for those of its plan, which upgrades itself."""
 

@@ -14,7 +14,7 @@ from executors.runs.runlog import upgrade as upgraded_header
 from topology.hardware import resolve
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.plans import Mesh, Placement, Plan, Split
+from zosim.plans import Mesh, Placement, Plan, Schedule, Split
 from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
@@ -68,6 +68,25 @@ def test_programs_whose_messages_cross_a_cut_load(staged: Plan) -> None:
     assert '"boundary.0:message' in text
     old = ProgramSet.from_data(json.loads(text.replace('"boundary.0:', '"cut.0:')), "old")
     assert old == programs
+
+
+def test_plans_programs_and_timelines_that_sweep_pass_over_the_parameters(staged: Plan) -> None:
+    plan = staged.model_copy(update={"schedule": Schedule(traversal="full")})
+    assert Plan.model_validate_json(plan.model_dump_json().replace('"full"', '"sweep"')) == plan
+    programs = lower_all(plan)
+    old = programs.to_json().replace('"param_pass_bytes"', '"sweep_bytes"')
+    assert ProgramSet.from_data(json.loads(old), "old") == programs
+    timeline = zosim.plan("opt-1m", "cpu-laptop", seq=16, traversal="full").chosen.planned.timeline
+    old = timeline.to_json().replace('"param_pass"', '"sweep"')
+    assert '"sweep"' in old
+    assert Timeline.from_data(json.loads(old), "old") == timeline
+
+
+def test_a_profile_with_sweeps_has_passes_over_parameters() -> None:
+    profile = Profiles(resolve("cpu-laptop")).of("cpu0")
+    old = profile.model_dump_json().replace('"param_pass_', '"sweep_')
+    assert '"sweep_cache_bandwidth' in old
+    assert Profile.model_validate_json(old) == profile
 
 
 def test_a_timeline_with_steady_steps_has_periodic_ones() -> None:

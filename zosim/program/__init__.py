@@ -43,6 +43,7 @@ RENAMED: Mapping[str, str] = {
     "**.num_shared_draws": "num_shared_samplings",
     "**.what=cut.*": "boundary.*",
     "groups": "process_groups",
+    "**.sweep_bytes": "param_pass_bytes",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 

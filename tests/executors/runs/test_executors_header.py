@@ -23,12 +23,19 @@ def test_version_2_called_the_learning_rate_a_schedule() -> None:
 
 
 def test_an_identity_is_read_in_the_words_of_before() -> None:
-    identity = {"direction": "lozo", "direction_rank": 2, "num_queries": 3, "update_rounding": "query"}
+    identity = {
+        "direction": "lozo",
+        "direction_rank": 2,
+        "num_queries": 3,
+        "update_rounding": "query",
+        "traversal": "sweep",
+    }
     assert upgrade({"run": {"identity": identity}})["run"]["identity"] == {
         "distribution": "lozo",
         "perturbation_rank": 2,
         "num_perturbations": 3,
         "update_rounding": "perturbation",
+        "traversal": "full",
     }
 
 
