@@ -196,6 +196,12 @@ def _no_measuring() -> None:
     executors.calibration.calibrating.calibrated = _refuse  # type: ignore[assignment]
 
 
+def _no_workers() -> None:
+    import zosim.applications.sweep.sweeping
+
+    zosim.applications.sweep.sweeping.outcomes = _refuse  # type: ignore[assignment]
+
+
 def _few_steps_of_one_rank() -> None:
     """One process stays one, since several are started by what is tested elsewhere; a billion steps are real work."""
     import executors.ranks.launch
@@ -375,6 +381,17 @@ COMMANDS: tuple[Target, ...] = (
         _BUY + " --prices prices.yaml",
         lambda: {"spec.json": seeds.model_spec(), "prices.yaml": seeds.prices()},
         quick=15,
+    ),
+    command(
+        "full",
+        ("rows.csv -o out.sqlite --table out.csv", "grid.yaml -o out.sqlite --shard 1/2 --merge out.sqlite"),
+        lambda: {
+            "rows.csv": b"model,hardware,batch,seq\nopt-125m,rtx4090-2x,1,32\nspec.json,cpu-laptop,2,\n",
+            "grid.yaml": b"model: opt-125m\nhardware: [rtx4090-2x, cpu-laptop]\nbatch: [1, 2]\n",
+            "spec.json": seeds.model_spec(),
+        },
+        stop=_no_workers,
+        quick=8,
     ),
     command(
         "slack",

@@ -353,7 +353,12 @@ def main(words: list[str] | None = None) -> int:
         help="start the processes of every N-th case as new Pythons, and fork those of the others; 4 by default, 0: none",
     )
     parser.add_argument("--list", action="store_true", help="print the schedule, and kill nothing")
+    parser.add_argument(
+        "--sweep", action="store_true", help="kill one `zosim sweep` --count times instead, and its workers"
+    )
     given = parser.parse_args(words)
+    if given.sweep:
+        return _kill_sweep(given.count, given.seed)
     placements = tuple(given.placement or PLACEMENTS)
     cases = [case_of(given.seed, given.first + i, placements) for i in range(given.count)]
     if given.list:
@@ -379,6 +384,20 @@ def main(words: list[str] | None = None) -> int:
     else:
         shutil.rmtree(folder)
     return 1 if failed else 0
+
+
+def _kill_sweep(count: int, seed: int) -> int:
+    """Kill a sweep so often, and return 1 if its table is not that of one that nobody disturbed."""
+    from tests.kills import sweeps
+
+    with tempfile.TemporaryDirectory(prefix="zosim-kills-") as folder:
+        num_came = sweeps.killed(Path(folder) / "killed", count, seed)
+        tables = [sweeps.table_of(Path(folder) / "killed" / "grid.sqlite")]
+        sweeps.killed(Path(folder) / "whole", 0)
+        tables.append(sweeps.table_of(Path(folder) / "whole" / "grid.sqlite"))
+    is_same = tables[0] == tables[1]
+    print(f"{num_came} kills of a sweep; its table is {'' if is_same else 'not '}that of an undisturbed one")
+    return 0 if is_same else 1
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from topology.errors import ZosimError
 
-_SURPLUS = "surplus"
+SURPLUS = "surplus"
 """Column that holds what a line has more of than the header."""
 
 LARGEST_COUNT = 10**18
@@ -89,7 +89,12 @@ def _whole(text: str) -> int:
 
 
 def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
-    """Return the rows of a CSV file, in order. Empty lines are no rows.
+    """Return the rows of a CSV file, as :func:`table_rows` yields them."""
+    return list(table_rows(path, required))
+
+
+def table_rows(path: str | Path, required: Sequence[str]) -> Iterator[TableRow]:
+    """Yield the rows of a CSV file, in order. Empty lines are no rows.
 
     Parameters
     ----------
@@ -106,22 +111,23 @@ def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
         # Spreadsheets begin a file with a byte order mark.
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
-            lines = [(reader.line_num, line) for line in reader if line]
+            columns = [name.strip() for name in next(filter(None, reader), [])]
+            missing = [name for name in required if name not in columns]
+            if missing:
+                raise RowsError(
+                    f"{path} lacks columns: {', '.join(missing)}",
+                    hint=f"required columns: {', '.join(required)}",
+                )
+            for line in filter(None, reader):
+                yield TableRow(_fields(columns, line), f"{path}, line {reader.line_num}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RowsError(f"cannot read the rows {path}: {error}") from error
-    columns = [name.strip() for name in lines[0][1]] if lines else []
-    missing = [name for name in required if name not in columns]
-    if missing:
-        raise RowsError(
-            f"{path} lacks columns: {', '.join(missing)}", hint=f"required columns: {', '.join(required)}"
-        )
-    return [TableRow(_fields(columns, line), f"{path}, line {number}") for number, line in lines[1:]]
 
 
 def _fields(columns: Sequence[str], line: Sequence[str]) -> Mapping[str, str]:
     fields = dict(zip_longest(columns, line[: len(columns)], fillvalue=""))
     if len(line) > len(columns):
-        fields[_SURPLUS] = ",".join(line[len(columns) :])
+        fields[SURPLUS] = ",".join(line[len(columns) :])
     return MappingProxyType(fields)
 
 
