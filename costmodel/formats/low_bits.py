@@ -396,8 +396,8 @@ def quantized_sampling_work(
     at_once = min(num_elements, ROUNDED_AT_ONCE)
     is_packed = FORMATS[perturbation_format].bits < 8
     # What is drawn of blocks that have rows which move is there beside these.
-    windows = min(max((outputs * inputs for outputs, inputs in sparse), default=0), ROUNDED_AT_ONCE)
-    numbers_bytes = (8 * at_once + 4 * windows) * (not is_sign)
+    rounded = min(max((outputs * inputs for outputs, inputs in sparse), default=0), ROUNDED_AT_ONCE)
+    numbers_bytes = (8 * at_once + 4 * rounded) * (not is_sign)
     if sequential_elements is not None:
         numbers_bytes = 4 * min(num_elements, SEQUENTIAL_AT_ONCE)
         numbers_bytes += 8 * min(sequential_elements, PASSED_ELEMENTS) * (not is_sign)

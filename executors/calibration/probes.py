@@ -167,7 +167,7 @@ def _param_passes(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _factorisations(device: torch.device) -> Iterator[Probe]:
-    """Yield what a window's end does to the increments beside a linear layer."""
+    """Yield what an interval's end does to the increments beside a linear layer."""
     for side, columns, kept in ((128, 66, 64), (768, 66, 64), (1024, 16, 14)):
         increments = [random_tensor(device, "float32", side, columns) for _ in range(2)]
 

@@ -193,7 +193,7 @@ def _attach(
         module.lora_B.weight.zero_()
     add = _add_adapter
     if closed := lora.closed_rank:
-        # A is drawn anew once a window, and not tuned.
+        # A is drawn anew once an interval, and not tuned.
         module.lora_A.weight.requires_grad_(requires_grad=False)
         for name, shape in (("closed_A", (closed, inputs)), ("closed_B", (outputs, closed)), ("lost", (1,))):
             zeros = nn.Parameter(torch.zeros(shape, **like), requires_grad=False)

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.rng import MASK32, mixed, sample_into
-from executors.randomness.row_windows import RowWindow, batches_of, take_rows, touched_parts
+from executors.randomness.row_ranges import RowRange, batches_of, take_rows, touched_parts
 from executors.randomness.samplers import RAW_BITS, DistributionSampler, Rademacher, raw_signs
 from executors.randomness.sequential import keep_rows
 from executors.threads import SamplingThreads, even_ranges
@@ -135,12 +135,12 @@ class CounterSampler:
         parts = touched_parts(starts, width, numel, length)
         seeds = self._seeds(parameter, [block for block, *_ in parts], key, sampler)
         if sampler.distribution.is_single_threaded:
-            windows = []
+            ranges = []
             for (block, low, high), seed in zip(parts, seeds, strict=True):
                 begin, end = self._sampled_for(low, high, min(length, numel - block * length), sampler)
-                windows.append(RowWindow(block, seed, block * length + begin, begin, end - begin))
-            for batch in batches_of(windows):
-                take_rows(out, starts, batch, self._sampled_windows(batch, out, sampler))
+                ranges.append(RowRange(block, seed, block * length + begin, begin, end - begin))
+            for batch in batches_of(ranges):
+                take_rows(out, starts, batch, self._sampled_ranges(batch, out, sampler))
             return
         wanted, generator = rows.tolist(), Generator(device=self._device)
         for (block, *_), seed in zip(parts, seeds, strict=True):
@@ -177,19 +177,21 @@ class CounterSampler:
         num_blocks = -(-self._numels[parameter] // self.block_elements(sampler))
         return self._seeds(parameter, range(num_blocks), key, sampler)
 
-    def _sampled_windows(
-        self, windows: Sequence[RowWindow], like: Tensor, sampler: DistributionSampler
+    def _sampled_ranges(
+        self, ranges: Sequence[RowRange], like: Tensor, sampler: DistributionSampler
     ) -> Tensor:
-        """Return the numbers of some windows one after the other."""
-        numbers = torch.empty(sum(window.num for window in windows), dtype=like.dtype, device=like.device)
-        parts = list(zip(windows, numbers.split([window.num for window in windows]), strict=True))
+        """Return the numbers of some row ranges one after the other."""
+        numbers = torch.empty(
+            sum(row_range.num for row_range in ranges), dtype=like.dtype, device=like.device
+        )
+        parts = list(zip(ranges, numbers.split([row_range.num for row_range in ranges]), strict=True))
 
         def sample(share: range) -> None:
             generator = Generator(device=self._device)
-            for window, part in parts[share.start : share.stop]:
-                generator.manual_seed(window.seed)
-                if window.num_before:
-                    sampler.skip(window.num_before, like, generator)
+            for row_range, part in parts[share.start : share.stop]:
+                generator.manual_seed(row_range.seed)
+                if row_range.num_before:
+                    sampler.skip(row_range.num_before, like, generator)
                 sampler.fill(part, generator)
 
         self._share(sample, len(parts), sampler)
@@ -211,7 +213,7 @@ class CounterSampler:
                 if piece.numel() == total:
                     sample_into(piece, sampler, generator, factor)
                 else:
-                    numbers = self._window(piece.numel(), piece, low, total, sampler, generator)
+                    numbers = self._range(piece.numel(), piece, low, total, sampler, generator)
                     piece.copy_(numbers if factor is None else numbers.mul_(factor))
 
         self._share(fill, len(jobs), sampler)
@@ -235,7 +237,7 @@ class CounterSampler:
         for block, seed, piece in zip(blocks, seeds, pieces, strict=True):
             yield piece, seed, max(0, offset - block * length), min(length, numel - block * length)
 
-    def _window(
+    def _range(
         self, num: int, like: Tensor, low: int, total: int, sampler: DistributionSampler, generator: Generator
     ) -> Tensor:
         """Return `num` elements of a block from `low` on, drawing as little of the rest as draws can be split."""

@@ -1,10 +1,10 @@
-"""Perturbations whose matrices are products of two drawn factors, ``U·Vᵀ``, the second of which stays for a window of steps.
+"""Perturbations whose matrices are products of two drawn factors, ``U·Vᵀ``, the second of which stays for an interval of steps.
 
 Both factors are functions of seeds. ``V`` is kept between steps because it is needed in every one, and made again where
-nobody kept it: in a run that goes on in the middle of a window, or that replays one.
+nobody kept it: in a run that goes on in the middle of an interval, or that replays one.
 
-``mezo``: the step's generator serves the parameters in turn; a matrix takes ``V``, in the first step of a window alone, then ``U``.
-These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any perturbation, ``V`` by the window's first
+``mezo``: the step's generator serves the parameters in turn; a matrix takes ``V``, in the first step of an interval alone, then ``U``.
+These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any perturbation, ``V`` by the interval's first
 step and a number of its own.
 """
 
@@ -34,7 +34,7 @@ _TILE_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class LazyInterval:
     """Steps that share their factors ``V``.
 
     Attributes
@@ -111,7 +111,7 @@ def divisor_of(rank: int, rank_power: float) -> float:
 
 
 class FactorSampler:
-    """Draws factors of groups of tensors, and keeps each ``V`` for its window.
+    """Draws factors of groups of tensors, and keeps each ``V`` for its interval.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class FactorSampler:
         right_numels = [_right_numel(shape, rank) for shape in shapes]
         self._left_counter = CounterSampler(left_numels, device, threads=threads)
         self._right_counter = CounterSampler(right_numels, device, threads=threads)
-        self._kept: dict[tuple[str, int], dict[Window, tuple[Tensor | None, ...]]] = {}
+        self._kept: dict[tuple[str, int], dict[LazyInterval, tuple[Tensor | None, ...]]] = {}
 
     # -- mezo --------------------------------------------------------------------------------------------------
 
@@ -156,37 +156,37 @@ class FactorSampler:
         group: str,
         perturbation: int,
         step: int,
-        window: Window,
+        interval: LazyInterval,
         generator: Generator,
         places: Places = None,
     ) -> Factors:
-        """Return the factors that the generator's next numbers make of `group`, in `step` of `window`."""
-        opens = step == window.first
+        """Return the factors that the generator's next numbers make of `group`, in `step` of `interval`."""
+        opens = step == interval.first
         lefts, rights = self._sample(group, generator, with_rights=opens, places=places)
         if opens:
-            self._keep(group, perturbation, window, rights)
-        return Factors(lefts, self._rights(group, perturbation, window))
+            self._keep(group, perturbation, interval, rights)
+        return Factors(lefts, self._rights(group, perturbation, interval))
 
     def resampled(
-        self, group: str, perturbation: int, seed: int, window: Window, places: Places = None
+        self, group: str, perturbation: int, seed: int, interval: LazyInterval, places: Places = None
     ) -> Factors:
         """Return factors as the released loop draws them for an update: from the seed on, without any ``V``."""
         generator = generator_on(self._like.device, seed)
         self._skip_to(group, perturbation, generator, with_rights=False)
         lefts, _ = self._sample(group, generator, with_rights=False, places=places)
-        return Factors(lefts, self._rights(group, perturbation, window))
+        return Factors(lefts, self._rights(group, perturbation, interval))
 
-    def pass_over(self, group: str, step: int, window: Window, generator: Generator) -> None:
+    def pass_over(self, group: str, step: int, interval: LazyInterval, generator: Generator) -> None:
         """Advance `generator` as drawing `group` does."""
-        self._skip(group, generator, with_rights=step == window.first)
+        self._skip(group, generator, with_rights=step == interval.first)
 
-    def _rights(self, group: str, perturbation: int, window: Window) -> tuple[Tensor | None, ...]:
-        kept = self._kept.get((group, perturbation), {}).get(window)
+    def _rights(self, group: str, perturbation: int, interval: LazyInterval) -> tuple[Tensor | None, ...]:
+        kept = self._kept.get((group, perturbation), {}).get(interval)
         if kept is None:
-            generator = generator_on(self._like.device, window.seeds[perturbation])
+            generator = generator_on(self._like.device, interval.seeds[perturbation])
             self._skip_to(group, perturbation, generator, with_rights=True)
             _, kept = self._sample(group, generator, with_rights=True)
-            self._keep(group, perturbation, window, kept)
+            self._keep(group, perturbation, interval, kept)
         return kept
 
     def _sample(
@@ -227,20 +227,22 @@ class FactorSampler:
     # -- counter -----------------------------------------------------------------------------------------------
 
     def counted(
-        self, group: str, perturbation: int, key: CounterKey, window: Window, places: Places = None
+        self, group: str, perturbation: int, key: CounterKey, interval: LazyInterval, places: Places = None
     ) -> Factors:
         """Return the factors of `group` under a step's key."""
         lefts = self._lefts(group, places)
         views = [left.view(-1) for left in lefts]
         self._left_counter.fill_parameters(views, self._groups[group], key, _NORMALS)
-        kept = self._kept.get((group, perturbation), {}).get(window)
+        kept = self._kept.get((group, perturbation), {}).get(interval)
         if kept is None:
-            kept = self._counted_rights(group, perturbation, window)
-            self._keep(group, perturbation, window, kept)
+            kept = self._counted_rights(group, perturbation, interval)
+            self._keep(group, perturbation, interval, kept)
         return Factors(lefts, kept)
 
-    def _counted_rights(self, group: str, perturbation: int, window: Window) -> tuple[Tensor | None, ...]:
-        key = CounterKey.of(mixed(window.seeds[perturbation], _RIGHT), window.first, perturbation)
+    def _counted_rights(
+        self, group: str, perturbation: int, interval: LazyInterval
+    ) -> tuple[Tensor | None, ...]:
+        key = CounterKey.of(mixed(interval.seeds[perturbation], _RIGHT), interval.first, perturbation)
         rights: list[Tensor | None] = []
         for index, shape in zip(self._groups[group], self._shapes_of(group), strict=True):
             right = self._like.new_empty((shape[1], self._rank)) if is_matrix(shape) else None
@@ -254,9 +256,11 @@ class FactorSampler:
     def _shapes_of(self, group: str) -> list[Sequence[int]]:
         return [self._shapes[index] for index in self._groups[group]]
 
-    def _keep(self, group: str, perturbation: int, window: Window, rights: tuple[Tensor | None, ...]) -> None:
-        """Keep the ``V`` of a window, and that of the window before, which a delayed update may still need."""
+    def _keep(
+        self, group: str, perturbation: int, interval: LazyInterval, rights: tuple[Tensor | None, ...]
+    ) -> None:
+        """Keep the ``V`` of an interval, and that of the interval before, which a delayed update may still need."""
         kept = self._kept.setdefault((group, perturbation), {})
-        kept[window] = rights
+        kept[interval] = rights
         for old in sorted(kept, key=lambda of: of.first)[:-2]:
             del kept[old]

@@ -15,9 +15,9 @@ from executors.models.lora import attach_lora, block_linears, merge_lora, save_a
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.quantised import save_own, save_quantised
 from executors.models.weight_files import save_pretrained, weights_digest
+from executors.runs.lazy_intervals import attach_intervals, lazy_intervals_of
 from executors.runs.session import Session
 from executors.runs.settings import SaveAs
-from executors.runs.windows import attach_windows, lazy_windows_of
 from zosim.plans import Plan
 
 Adapters = LoRA | Prefix
@@ -60,7 +60,7 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
         )
         attach_lora(model, adapters, dtype=dtype, quant_config=quant_config)
         if adapters.lazy_steps is not None:
-            attach_windows(model, adapters)
+            attach_intervals(model, adapters)
     elif run is not None and (run / _INITIAL / WEIGHTS_NAME).is_file():
         load_prefix(model, run / _INITIAL)
     else:
@@ -92,8 +92,8 @@ def save_alone(
     if isinstance(adapters, Prefix):
         save_prefix(model, directory, dtype)
         return
-    windows = lazy_windows_of(model)
-    error = {} if windows is None else {"relative_error": repr(windows.relative_error)}
+    intervals = lazy_intervals_of(model)
+    error = {} if intervals is None else {"relative_error": repr(intervals.relative_error)}
     save_adapters(model, directory, dtype, {**(facts or {}), **error})
 
 

@@ -19,12 +19,12 @@ from executors.models.increments import AdapterState
 from executors.models.model import in_segments
 from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
-from executors.randomness.low_rank import Factors, FactorSampler, Window, divisor_of
+from executors.randomness.low_rank import Factors, FactorSampler, LazyInterval, divisor_of
 from executors.runs.adapters import recorded_adapters, save_alone
 from executors.runs.history import History, read_history
+from executors.runs.lazy_intervals import lazy_intervals_of
 from executors.runs.records import StepRecord
 from executors.runs.replay import OnStep, advance, check_base, load_base, plan_alone, session_at
-from executors.runs.windows import lazy_windows_of
 from executors.steps.preparing import prepare
 from topology.errors import RunError
 from zosim.lowering.perturbations import sampling_order
@@ -116,12 +116,12 @@ def _replayed(
         advance(session, history, num_steps, on_step=on_step)
         session.flush()
         save_alone(model, out, lora, storage, facts)
-    windows = lazy_windows_of(model)
+    intervals = lazy_intervals_of(model)
     return {
         "num_steps": num_steps,
         "num_matrices": sum(path.endswith("lora_B.weight") for path, _ in model.named_parameters()),
-        "rank": lora.rank if windows is None else windows.rank,
-        "relative_error": 0.0 if windows is None else windows.relative_error,
+        "rank": lora.rank if intervals is None else intervals.rank,
+        "relative_error": 0.0 if intervals is None else intervals.relative_error,
     }
 
 
@@ -179,32 +179,36 @@ class _Updates:
             self._plan.estimator.num_perturbations,
         )
         first = record.step - record.step % lazy_steps
-        window = Window(first, tuple(records[first].seeds))
-        # The window before has ended: leave rank for what this one adds.
+        interval = LazyInterval(first, tuple(records[first].seeds))
+        # The interval before has ended: leave rank for what this one adds.
         if record.step == first:
             state.close(self._rank * num_perturbations)
         divisor = divisor_of(self._rank, self._distribution.rank_power + self._distribution.update_rank_power)
         for perturbation, gradient in enumerate(record.projected_gradients):
             factor = -record.learning_rate * gradient / num_perturbations / divisor
-            for group, factors in self._factors(record, perturbation, window).items():
+            for group, factors in self._factors(record, perturbation, interval).items():
                 for index, left, right in zip(
                     self._groups[group], factors.lefts, factors.rights, strict=True
                 ):
                     assert right is not None
                     state.add(self._names[index], left, right, factor)
 
-    def _factors(self, record: StepRecord, perturbation: int, window: Window) -> Mapping[str, Factors]:
+    def _factors(
+        self, record: StepRecord, perturbation: int, interval: LazyInterval
+    ) -> Mapping[str, Factors]:
         factor_sampler, seed, step = self._factor_sampler, record.seeds[perturbation], record.step
         if self._plan.perturbations.is_keyed:
             key = CounterKey.of(seed, step, perturbation)
-            return {group: factor_sampler.counted(group, perturbation, key, window) for group in self._order}
+            return {
+                group: factor_sampler.counted(group, perturbation, key, interval) for group in self._order
+            }
         generator = Generator()
         generator.manual_seed(seed)
         factors = {
-            g: factor_sampler.sequential(g, perturbation, step, window, generator) for g in self._order
+            g: factor_sampler.sequential(g, perturbation, step, interval, generator) for g in self._order
         }
-        if self._distribution.is_resampled and step == window.first:
+        if self._distribution.is_resampled and step == interval.first:
             return {
-                group: factor_sampler.resampled(group, perturbation, seed, window) for group in self._order
+                group: factor_sampler.resampled(group, perturbation, seed, interval) for group in self._order
             }
         return factors

@@ -18,7 +18,7 @@ from zosim.points import BASE, Point
 _NUM_SEEDS = 1_000_000_000
 """Seeds are drawn below this, as the reference loop draws them."""
 
-WINDOW_STEPS = 10
+RECENT_STEPS = 10
 """Steps whose median loss is followed."""
 _LEAST_STEPS = 5
 _FACTOR = 2.0
@@ -143,7 +143,7 @@ def refuse_nonfinite(record: StepRecord) -> None:
 
 @dataclass
 class DivergenceWatch:
-    """Detects divergence by the median loss of the latest :data:`WINDOW_STEPS` steps.
+    """Detects divergence by the median loss of the latest :data:`RECENT_STEPS` steps.
 
     Attributes
     ----------
@@ -158,7 +158,7 @@ class DivergenceWatch:
 
     best_step: int = 0
     _best: float | None = None
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     def diverges(self, num_steps: int, loss: float) -> bool:
         """Note the loss of the latest of `num_steps` steps, which was taken at the weights before that step.
@@ -172,7 +172,7 @@ class DivergenceWatch:
         if self._best is None:
             self._best = loss
         level = median(self._recent)
-        if len(self._recent) == WINDOW_STEPS and level < self._best:
+        if len(self._recent) == RECENT_STEPS and level < self._best:
             # The loss is that of the weights before the step.
             self._best, self.best_step = level, num_steps - 1
         return len(self._recent) >= _LEAST_STEPS and self._is_far(level)

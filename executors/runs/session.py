@@ -34,10 +34,10 @@ from executors.ranks.rank_info import progress_of_this_rank
 from executors.ranks.whole_model import WholeModel
 from executors.runs.agreement import RankReport, StepInputs, refuse_disagreement
 from executors.runs.base import BASE
+from executors.runs.lazy_intervals import lazy_intervals_of
 from executors.runs.measured import measured_timeline, messages_per_step
 from executors.runs.records import StepRecord, record_of, refuse_nonfinite, seed_of
 from executors.runs.runlog import header_of
-from executors.runs.windows import lazy_windows_of
 from executors.steps.graphs import refuse_graphs
 from executors.steps.interpreter import Hyperparameters, Interpreter, StepFrame
 from executors.steps.memory import MemoryReport, ObservedSteps, report
@@ -203,7 +203,7 @@ class Session:
             autocast_dtype=autocast_dtype(plan),
             objective=objective,
         )
-        self._windows = lazy_windows_of(model)
+        self._intervals = lazy_intervals_of(model)
         self.interpreter = Interpreter(
             self.program,
             self.forward_runner,
@@ -215,20 +215,20 @@ class Session:
             checksums=checksums,
             communicator=self.communicator,
             graphs=graphs,
-            adapter_rank_in_use=lambda: 0 if self._windows is None else self._windows.rank,
+            adapter_rank_in_use=lambda: 0 if self._intervals is None else self._intervals.rank,
         )
         move_module_buffers(model, self.device)
         self.forward_runner.device = self.device
         storage = TORCH_DTYPES[plan.storage_dtype]
         self._whole = WholeModel(plan, self.forward_runner, self.communicator, storage, self.device)
         self._present = PresentWeights(self.forward_runner, storage, self.device, self._whole)
-        if self._windows is not None:
+        if self._intervals is not None:
             if any(buffer.shared for buffer in self.program.buffers):
                 raise PlanError(
                     "adapters whose A is sampled anew do not support a host copy that several ranks share",
                     hint="use --transfers private, or keep blocks on the devices",
                 )
-            self._windows.stand_at(0)
+            self._intervals.stand_at(0)
         self._observed = ObservedSteps(self.device)
         self.first_timed_step = 0
         self._verified_steps = 0
@@ -287,7 +287,7 @@ class Session:
         """
         check_batch(batch, self.plan.model.max_positions)
         number = self.num_steps
-        self._open_window(number)
+        self._open_interval(number)
         rate = self._rate(number) if learning_rate is None else learning_rate
         seeds = seeds or self.seeds_of(number)
         num_timed = number - self.first_timed_step
@@ -319,9 +319,9 @@ class Session:
         refuse_nonfinite(record)
         return record
 
-    def _open_window(self, step: int) -> None:
-        """If `step` begins a window, close the adapters' open increment and draw their ``A`` anew."""
-        if self._windows is None or not self._windows.opens(step):
+    def _open_interval(self, step: int) -> None:
+        """If `step` begins an interval, close the adapters' open increment and draw their ``A`` anew."""
+        if self._intervals is None or not self._intervals.opens(step):
             return
         self.flush()
         # Of other stages this rank has stand-ins alone.
@@ -332,7 +332,7 @@ class Session:
             if what in held
             for tensor in section.tensors
         }
-        self._windows.open(step, is_here=lambda parameter: id(parameter) in here)
+        self._intervals.open(step, is_here=lambda parameter: id(parameter) in here)
         self.interpreter.checksums.begin()
 
     def _own_rows(self, batch: Batch) -> Batch:
@@ -370,8 +370,8 @@ class Session:
         """
         self.interpreter.start_at(step, seeds_of or self.seeds_of, losses)
         self.first_timed_step = self._verified_steps = step
-        if self._windows is not None:
-            self._windows.stand_at(step)
+        if self._intervals is not None:
+            self._intervals.stand_at(step)
 
     def replay(self, record: StepRecord) -> None:
         """Apply a logged step to the weights, bit for bit, without its forwards.
@@ -384,7 +384,7 @@ class Session:
         if record.step != self.num_steps:
             raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
         self.interpreter.backend.recording = False
-        self._open_window(record.step)
+        self._open_interval(record.step)
         self.interpreter.replay(
             record.seeds, record.projected_gradients, record.learning_rate, record.losses_plus
         )

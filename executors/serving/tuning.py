@@ -181,7 +181,7 @@ class Tuning:
             gradient = line.row.get("projected_grad")
             if line.row.get("step") != self.num_steps or not isinstance(gradient, float):
                 raise RunError(f"{log} line {line.number} is damaged: it is not step {self.num_steps}")
-            self._open_window()
+            self._open_interval()
             self._apply(gradient)
         self._log = JsonLines(log, keep_bytes=lines[-1].end if lines else 0)
 
@@ -212,7 +212,7 @@ class Tuning:
         RunError
             If the server or the reward fails, or a loss is not a number. The log then has the steps before.
         """  # fmt: skip
-        self._open_window()
+        self._open_interval()
         lefts = {
             name: self._normals(name, self._shapes[name][1], _LEFT, self.num_steps) for name in self._names
         }
@@ -256,14 +256,14 @@ class Tuning:
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def _open_window(self) -> None:
-        """If a window begins, close the open increment and draw ``V`` anew."""
-        window, place = divmod(self.num_steps, self.settings.lazy_steps)
+    def _open_interval(self) -> None:
+        """If an interval begins, close the open increment and draw ``V`` anew."""
+        interval, place = divmod(self.num_steps, self.settings.lazy_steps)
         if place == 0 and self.num_steps:
             self.state.close(self.settings.rank)
         if place == 0 or not self._rights:
             self._rights = {
-                name: self._normals(name, self._shapes[name][0], _RIGHT, window) for name in self._names
+                name: self._normals(name, self._shapes[name][0], _RIGHT, interval) for name in self._names
             }
 
     def _apply(self, gradient: float) -> None:

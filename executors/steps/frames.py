@@ -9,7 +9,7 @@ from torch import Tensor
 from executors.device_scalars import DeviceScalar
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
-from executors.randomness.low_rank import Window
+from executors.randomness.low_rank import LazyInterval
 from zosim.points import Point
 
 
@@ -78,7 +78,7 @@ class StepFrame:
         One per perturbation.
     learning_rate : float
     batch : mapping
-    window : Window or None
+    interval : LazyInterval or None
         The steps that share factors of their perturbations with this one, where there are factors.
     previous : StepFrame or None
         The step before; None for the first, and for the first after a flush.
@@ -98,7 +98,7 @@ class StepFrame:
     seeds: tuple[int, ...] = ()
     learning_rate: float = 0.0
     batch: Batch | None = None
-    window: Window | None = None
+    interval: LazyInterval | None = None
     previous: StepFrame | None = None
     losses: dict[Point, Tensor] = field(default_factory=dict)
     losses_read: dict[Point, float | DeviceScalar] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from executors.low_bits.stored import UpdateCounts
 from executors.models.forward_runner import ForwardRunner
 from executors.models.model import Batch
 from executors.models.parameters import stand_in
-from executors.randomness.low_rank import Window
+from executors.randomness.low_rank import LazyInterval
 from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory
 from executors.steps.buffers import BufferStore
@@ -124,7 +124,7 @@ class Interpreter:
         self._tickets: Mapping[str, Ticket] = {}
         self._next_step = 0
         self._lazy_steps = _lazy_steps(program)
-        self._window: Window | None = None
+        self._interval: LazyInterval | None = None
         self._losses_before: dict[Point, float | DeviceScalar] = {}
         self._turn = 0
         self._load_weights()
@@ -206,11 +206,11 @@ class Interpreter:
 
     def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
         number, seeds = self._next_step, tuple(seeds)
-        # Perturbations of one window share factors, which are drawn of the seeds of its first step.
-        if number == self.first_of_window:
-            self._window = Window(number, seeds)
-        assert self._window is not None
-        frame = StepFrame(number, seeds, learning_rate, batch, self._window, self._frame)
+        # Perturbations of one interval share factors, which are drawn of the seeds of its first step.
+        if number == self.first_of_interval:
+            self._interval = LazyInterval(number, seeds)
+        assert self._interval is not None
+        frame = StepFrame(number, seeds, learning_rate, batch, self._interval, self._frame)
         frame.losses_before = self._losses_before
         return frame
 
@@ -268,12 +268,12 @@ class Interpreter:
         assert self._frame is None
         self._next_step = step
         self._losses_before = {Point(perturbation, 1): loss for perturbation, loss in enumerate(losses)}
-        first = self.first_of_window
+        first = self.first_of_interval
         if first < step:
-            self._window = Window(first, tuple(seeds_of(first)))
+            self._interval = LazyInterval(first, tuple(seeds_of(first)))
 
     @property
-    def first_of_window(self) -> int:
+    def first_of_interval(self) -> int:
         """The step whose seeds decide the factors that the next step's perturbations share with others: itself where none do."""
         return self._next_step - self._next_step % self._lazy_steps
 

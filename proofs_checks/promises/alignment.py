@@ -78,7 +78,7 @@ RELEASED = (
         blocks="offloaded",
     ),
 )
-"""Perturbations of the released LoZO loop: on one rank; on two, resumed within a window; and with a new V in every step, updates delayed."""
+"""Perturbations of the released LoZO loop: on one rank; on two, resumed within an interval; and with a new V in every step, updates delayed."""
 
 
 def check_released(context: Context) -> Outcome:
@@ -209,8 +209,8 @@ def one_bit(shipped, self, theta, *rest, **named):
     "executors.randomness.low_rank:FactorSampler.sequential",
     "a right factor that is drawn anew in every step",
 )
-def right_sampled_anew(shipped, self, group, perturbation, _step, window, *rest):
-    return shipped(self, group, perturbation, window.first, window, *rest)
+def right_sampled_anew(shipped, self, group, perturbation, _step, interval, *rest):
+    return shipped(self, group, perturbation, interval.first, interval, *rest)
 
 
 @planted("executors.steps.micro_batches:accumulated", "the last micro-batch's loss not counted")

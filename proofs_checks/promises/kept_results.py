@@ -81,8 +81,8 @@ def _saved(session: Session) -> dict[str, Tensor]:
         return safetensors.torch.load_file(Path(folder) / "model.safetensors")
 
 
-def _windows(seed: int, axes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what adapters whose A is drawn anew every other step add, after windows were closed."""
+def _intervals(seed: int, axes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what adapters whose A is drawn anew every other step add, after intervals were closed."""
     model = tiny_model("tied", torch.float64)
     attach(model, LoRA(rank=2, target_modules=("q_proj", "fc2"), seed=seed, lazy_steps=2, max_rank=16))
     options: dict[str, Any] = {"num_timed_steps": 0, "loss_dtype": "fp64", "seed": seed}
@@ -132,7 +132,7 @@ def check_last_update(context: Context) -> Outcome:
         for batch in tiny_batches(_STEPS):
             session.step(batch)
         parts["the digest"] = is_true(late == session.digest(), what="that of a run that updates at once")
-    for name, of in (("closed windows", _windows), ("an adapter's file", _adapter)):
+    for name, of in (("closed intervals", _intervals), ("an adapter's file", _adapter)):
         at_once, later = of(context.seed, BLOCKWISE), of(context.seed, OFFLOADED)
         parts[name] = equal(_unlike(later, at_once), 0.0, what="matrices that differ")
     return everything_holds(parts)
@@ -201,7 +201,7 @@ CHECKS: Checks = {
         without_flush(f"{_SESSION}.present", "a state without it"),
         without_flush(f"{_SESSION}.on_rank_0", "a saved model without it"),
         without_flush(f"{_SESSION}.digest", "a digest without it"),
-        without_flush(f"{_SESSION}._open_window", "windows closed without it"),
+        without_flush(f"{_SESSION}._open_interval", "intervals closed without it"),
         without_flush("executors.runs.adapters:save_tuned", "an adapter's file without it"),
     ),
 }

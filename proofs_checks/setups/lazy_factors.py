@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from costmodel.formats.distributions import DISTRIBUTIONS, DistributionName
 from executors.models.increments import AdapterState, Increments
 from executors.randomness.counter import CounterKey
-from executors.randomness.low_rank import _RIGHT, FactorSampler, Window, divisor_of, fill_product
+from executors.randomness.low_rank import _RIGHT, FactorSampler, LazyInterval, divisor_of, fill_product
 from executors.steps.arithmetic import ParamPass, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.outcomes import Context, Outcome, everything_holds
@@ -30,7 +30,7 @@ _RATE = 0.125
 Factors = tuple[Tensor, Tensor]
 """``U`` and ``V``."""
 
-# -- windows -----------------------------------------------------------------------------------------------------
+# -- intervals -----------------------------------------------------------------------------------------------------
 
 
 def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
@@ -41,22 +41,22 @@ def shipped_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
     factors = []
     for step in range(num_steps):
         first = step - step % lazy_steps
-        window, own = Window(first, (seed_of(seed, first, 0),)), seed_of(seed, step, 0)
+        interval, own = LazyInterval(first, (seed_of(seed, first, 0),)), seed_of(seed, step, 0)
         if rng == "counter":
-            made = factor_sampler.counted("block", 0, CounterKey.of(own, step, 0), window)
+            made = factor_sampler.counted("block", 0, CounterKey.of(own, step, 0), interval)
         else:
-            made = factor_sampler.sequential("block", 0, step, window, Generator().manual_seed(own))
+            made = factor_sampler.sequential("block", 0, step, interval, Generator().manual_seed(own))
         assert made.rights[0] is not None
         factors.append((made.lefts[0], made.rights[0]))
     return factors
 
 
 def factorised(shape: tuple[int, int], rank: int, generator: Generator) -> Tensor:
-    """Return a plan's ``factorised`` perturbation of a matrix, as a run draws it in the first step of a window."""
+    """Return a plan's ``factorised`` perturbation of a matrix, as a run draws it in the first step of an interval."""
     factor_sampler = FactorSampler(
         [shape], {"block": [0]}, lambda _perturbation: ["block"], rank, _CPU, torch.float64
     )
-    made = factor_sampler.sequential("block", 0, 0, Window(0, (0,)), generator)
+    made = factor_sampler.sequential("block", 0, 0, LazyInterval(0, (0,)), generator)
     assert made.rights[0] is not None
     return product_of(made.lefts[0], made.rights[0])
 
@@ -69,7 +69,7 @@ def product_of(left: Tensor, right: Tensor) -> Tensor:
 
 
 def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> list[Factors]:
-    """Return the same from their description: ``V`` in a window's first step, before ``U``; ``U`` in every step."""
+    """Return the same from their description: ``V`` in an interval's first step, before ``U``; ``U`` in every step."""
     factors, right = [], torch.empty(0)
     for step in range(num_steps):
         own, opens = seed_of(seed, step, 0), step % lazy_steps == 0
@@ -94,8 +94,8 @@ def literal_factors(rng: str, num_steps: int, lazy_steps: int, seed: int) -> lis
     return factors
 
 
-def check_shipped_window(context: Context) -> Outcome:
-    """Compare the increments of shipped draws over two windows with updates made matrix by matrix from literal draws."""
+def check_shipped_interval(context: Context) -> Outcome:
+    """Compare the increments of shipped draws over two intervals with updates made matrix by matrix from literal draws."""
     parts = {}
     num_steps, lazy_steps = 8, 4
     for rng in ("mezo", "counter"):
@@ -107,12 +107,12 @@ def check_shipped_window(context: Context) -> Outcome:
             increments.add(*shipped[step], -_RATE * coefficient)
         left, right = increments.joined()
         parts[f"{rng}, the sum"] = equal(left @ right.T, whole, what="ΔW")
-        parts[f"{rng}, increments"] = equal(float(len(increments.lefts)), 2.0, what="one for each window")
+        parts[f"{rng}, increments"] = equal(float(len(increments.lefts)), 2.0, what="one for each interval")
     return everything_holds(parts)
 
 
 def check_shipped_subspace(context: Context) -> Outcome:
-    """Compare the rank and the row space of shipped updates over a window with those of its V, and the rank over two."""
+    """Compare the rank and the row space of shipped updates over an interval with those of its V, and the rank over two."""
     parts = {}
     for rng in ("mezo", "counter"):
         updated = np.zeros((2, _ROWS, _COLUMNS))
@@ -123,11 +123,11 @@ def check_shipped_subspace(context: Context) -> Outcome:
             updated[step // 4] += (step - 2.5) * z.numpy()
         base = factors[0][1].numpy()
         off = np.abs(updated[0] - updated[0] @ base @ np.linalg.pinv(base)).max()
-        parts[f"{rng}, a window"] = equal(
+        parts[f"{rng}, an interval"] = equal(
             float(np.linalg.matrix_rank(updated[0], tol=1e-9)), float(_RANK), what="rank"
         )
         parts[f"{rng}, its rows"] = is_true(off < 1e-11, what=f"off the span of V by {off:.1e}")
-        parts[f"{rng}, two windows"] = equal(
+        parts[f"{rng}, two intervals"] = equal(
             float(np.linalg.matrix_rank(updated.sum(0), tol=1e-9)), 2.0 * _RANK, what="rank"
         )
     return everything_holds(parts)
@@ -221,19 +221,19 @@ def check_shipped_increments(context: Context) -> Outcome:
 
 
 def check_shipped_increment_growth(context: Context) -> Outcome:
-    """Compare the rank and the numbers of the shipped adapter after k windows with kr and kr(m + n), a probe's rank beside."""
+    """Compare the rank and the numbers of the shipped adapter after k intervals with kr and kr(m + n), a probe's rank beside."""
     generator = np.random.default_rng(context.seed)
     parts = {}
-    for num_windows in (1, 2, 3):
+    for num_intervals in (1, 2, 3):
         state = AdapterState()
-        for _ in range(num_windows):
+        for _ in range(num_intervals):
             _, right = map(torch.from_numpy, _pair(generator, _RANK))
             for _ in range(3):
                 state.add("w", torch.from_numpy(_pair(generator, _RANK)[0]), right, 0.1)
         left, right = map(torch.from_numpy, _pair(generator, _RANK))
         joined, probed = state.increments["w"].joined(), state.increments["w"].joined((left, right, 1e-3))
         whole = np.linalg.matrix_rank((joined[0] @ joined[1].T).numpy(), tol=1e-9)
-        parts[f"{num_windows} windows"] = equal(
+        parts[f"{num_intervals} intervals"] = equal(
             [
                 float(state.rank),
                 float(whole),
@@ -241,10 +241,10 @@ def check_shipped_increment_growth(context: Context) -> Outcome:
                 float(joined[0].numel() + joined[1].numel()),
             ],
             [
-                float(num_windows * _RANK),
-                float(num_windows * _RANK),
-                float((num_windows + 1) * _RANK),
-                float(num_windows * _RANK * (_ROWS + _COLUMNS)),
+                float(num_intervals * _RANK),
+                float(num_intervals * _RANK),
+                float((num_intervals + 1) * _RANK),
+                float(num_intervals * _RANK * (_ROWS + _COLUMNS)),
             ],
             what="rank, of the sum, with a probe; numbers",
         )
@@ -351,12 +351,12 @@ _COMPACT = "executors.models.increments:Increments.compact"
 _KEYED = "executors.randomness.low_rank:FactorSampler._counted_rights"
 
 
-def in_step_of_window(name: str, step: Callable[[Window], int]) -> Fault:
-    """Return a fault for which every step is another one of its window."""
+def in_step_of_interval(name: str, step: Callable[[LazyInterval], int]) -> Fault:
+    """Return a fault for which every step is another one of its interval."""
 
     @planted("executors.randomness.low_rank:FactorSampler.sequential", name)
-    def fault(shipped, self, group, perturbation, _step, window, *rest):
-        return shipped(self, group, perturbation, step(window), window, *rest)
+    def fault(shipped, self, group, perturbation, _step, interval, *rest):
+        return shipped(self, group, perturbation, step(interval), interval, *rest)
 
     return fault
 
@@ -434,13 +434,15 @@ def one_increment(shipped, self, left, right, factor):
     shipped(self, left, next(alike, right), factor)
 
 
-NEW_EVERY_STEP = in_step_of_window("V drawn anew in every step", lambda window: window.first)
-NO_RIGHT_FIRST = in_step_of_window("a window whose first step draws no V", lambda window: window.first + 1)
+NEW_EVERY_STEP = in_step_of_interval("V drawn anew in every step", lambda interval: interval.first)
+NO_RIGHT_FIRST = in_step_of_interval(
+    "an interval whose first step draws no V", lambda interval: interval.first + 1
+)
 STALE_RIGHT = Fault(
-    "V that outlives its window",
+    "V that outlives its interval",
     _KEYED,
-    lambda shipped, self, group, perturbation, _window: shipped(
-        self, group, perturbation, Window(0, (0,) * (perturbation + 1))
+    lambda shipped, self, group, perturbation, _interval: shipped(
+        self, group, perturbation, LazyInterval(0, (0,) * (perturbation + 1))
     ),
 )
 RATE_OFF = Fault(
@@ -466,7 +468,7 @@ NORM_OF_LEFTS = Fault(
     lambda shipped, self: shipped(altered(self, rights=self.lefts)),
 )
 NO_RANK_LEFT = Fault(
-    "no rank left for the next window",
+    "no rank left for the next interval",
     "executors.models.increments:AdapterState.close",
     lambda shipped, self, *_given, **_named: shipped(self, 0),
 )

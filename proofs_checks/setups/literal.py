@@ -161,7 +161,7 @@ class LiteralRun:
         Blocks that are split inside.
     rank, lazy_steps : int
         Of ``factorised``, ``lozo`` and ``lozo-released`` perturbations: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
-        ``U·Vᵀ``), and ``V`` stays for so many steps. In a window's first step ``lozo-released`` updates along what its generator draws
+        ``U·Vᵀ``), and ``V`` stays for so many steps. In an interval's first step ``lozo-released`` updates along what its generator draws
         without passing ``V`` again: other numbers throughout.
     sampled, resampled : dict
         By step, perturbation and parameter name: ``z``; and what an update goes along, where that is another.
@@ -273,7 +273,7 @@ class LiteralRun:
         return z
 
     def _of_factors(self, named: Mapping[str, Tensor], number: int, perturbation: int) -> dict[str, Tensor]:
-        """Return ``U·Vᵀ`` of matrices, with the ``V`` of the window's first step; normals of other tensors."""
+        """Return ``U·Vᵀ`` of matrices, with the ``V`` of the interval's first step; normals of other tensors."""
         first = number - number % self.lazy_steps
         lefts, rights = self._factors(named, number, perturbation), self._factors(named, first, perturbation)
         divisor = self.rank**0.5 if self.distribution == "factorised" else 1.0
@@ -289,7 +289,7 @@ class LiteralRun:
     def _factors(
         self, named: Mapping[str, Tensor], number: int, perturbation: int, *, passes_rights: bool = True
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Return ``U``, and in a window's first step ``V``, of every matrix; and other tensors' normals."""
+        """Return ``U``, and in an interval's first step ``V``, of every matrix; and other tensors' normals."""
         seed = seed_of(self.seed, number, perturbation)
         opens = passes_rights and number % self.lazy_steps == 0
         rank, dtype = self.rank, next(iter(named.values())).dtype

@@ -1,4 +1,4 @@
-"""Adapters that runs and servers hold: windows closed before V is drawn anew, versions, tenants, rewards, and replay from the log.
+"""Adapters that runs and servers hold: intervals closed before V is drawn anew, versions, tenants, rewards, and replay from the log.
 
 The other side of each comparison adds matrices to a whole model of transformers, from numbers that it draws by itself.
 """
@@ -26,9 +26,9 @@ from executors.models.increments import AdapterState
 from executors.models.lora import joined_factors, merge_lora, save_adapters
 from executors.runs.adapters import attach
 from executors.runs.increments_of_run import _Updates
+from executors.runs.lazy_intervals import lazy_intervals_of
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from executors.runs.windows import lazy_windows_of
 from executors.serving.runner import Request
 from executors.serving.runtime import Runtime
 from executors.serving.versions import Versions
@@ -46,7 +46,7 @@ _DOUBLE = torch.float64
 _SCORE = 1e-6
 """Log-probabilities are float32, whatever the model is."""
 
-# -- windows ----------------------------------------------------------------------------------------------------------
+# -- intervals ----------------------------------------------------------------------------------------------------------
 
 
 def _carrying(seed: int, max_rank: int) -> nn.Module:
@@ -90,8 +90,8 @@ def learnt_matrix_by_matrix(model: nn.Module, records: Sequence[StepRecord], see
     return moved
 
 
-def check_windows(context: Context) -> Outcome:
-    """Compare increments after three windows and a half with sums of matrices, whole and compacted, and a run cut at every step with one that is not."""
+def check_intervals(context: Context) -> Outcome:
+    """Compare increments after three intervals and a half with sums of matrices, whole and compacted, and a run cut at every step with one that is not."""
     seed, parts = context.seed, dict[str, Outcome]()
     for max_rank in (16, 4):
         base = _carrying(seed, max_rank)
@@ -108,15 +108,15 @@ def check_windows(context: Context) -> Outcome:
                 what="error made, and reported",
             )
         if max_rank == 16:
-            parts["all windows"] = equal(
+            parts["all intervals"] = equal(
                 1 + off / size, 1.0, what="1 + relative distance to the sum of steps"
             )
             parts["nothing is lost"] = is_true(most == 0, what="no error is reported")
         else:
             parts["compacted"] = exceeds(off, 1e-6 * size, what="distance to the sum of steps")
-            windows = lazy_windows_of(model)
-            assert windows is not None
-            parts["rank"] = equal(float(windows.rank), 4.0, what="rank of all increments")
+            intervals = lazy_intervals_of(model)
+            assert intervals is not None
+            parts["rank"] = equal(float(intervals.rank), 4.0, what="rank of all increments")
         if max_rank == 16:
             continue
         for begin in range(1, _NUM_STEPS):
@@ -379,31 +379,33 @@ def check_replayed(context: Context) -> Outcome:
         parts[f"{distribution}, {rng}"] = equal(
             1 + off / size, 1.0, what="1 + relative distance of the products"
         )
-        windows = -(-5 // _LAZY_STEPS) * 2
+        intervals = -(-5 // _LAZY_STEPS) * 2
         if distribution != "lozo-released":
             increments = next(iter(state.increments.values()))
             parts[f"{distribution}, {rng}, increments"] = equal(
-                float(increments.rank), float(windows * _RANK), what="one for each window and perturbation"
+                float(increments.rank),
+                float(intervals * _RANK),
+                what="one for each interval and perturbation",
             )
     return everything_holds(parts)
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
-_WINDOWS = "executors.runs.windows"
+_INTERVALS = "executors.runs.lazy_intervals"
 _VERSIONS = "executors.serving.versions:Versions"
 _RUNTIME = "executors.serving.runtime:Runtime"
 _JOINED = "executors.models.packing:joined"
 _ADD_TO = "executors.runs.increments_of_run:_Updates.add_to"
 
 
-@planted(f"{_WINDOWS}:LazyWindows.open", "drawn anew before what was learnt is folded")
+@planted(f"{_INTERVALS}:LazyIntervals.open", "drawn anew before what was learnt is folded")
 def sampled_before_folding(shipped, self, step, **named):
     self.draw(step // self.lazy_steps, **named)
     shipped(self, step, **named)
 
 
-@planted(f"{_WINDOWS}:close_increment", "what was learnt is thrown away")
+@planted(f"{_INTERVALS}:close_increment", "what was learnt is thrown away")
 def thrown_away(shipped, module, closed_rank):
     shipped(module, closed_rank)
     module.lora_closed_B.data.zero_()
@@ -412,7 +414,7 @@ def thrown_away(shipped, module, closed_rank):
 def left_by_closing(name: str, which: Callable[[Any], Tensor]) -> Fault:
     """Return a fault of an increment that is closed and leaves one of its tensors as it was."""
 
-    @planted(f"{_WINDOWS}:close_increment", name)
+    @planted(f"{_INTERVALS}:close_increment", name)
     def fault(shipped, module, closed_rank):
         before = which(module).detach().clone()
         shipped(module, closed_rank)
@@ -521,25 +523,25 @@ def with_family(name: str, target: str, **traits: object) -> Fault:
 
 CHECKS: Checks = {
     "zoinfer-fold-before-the-redraw": printed(
-        check_windows,
+        check_intervals,
         sampled_before_folding,
         thrown_away,
         left_by_closing("a factor that is not emptied", lambda module: module.lora_B.weight),
         Fault(
-            "a window one step late",
-            f"{_WINDOWS}:LazyWindows.opens",
+            "an interval one step late",
+            f"{_INTERVALS}:LazyIntervals.opens",
             lambda shipped, self, step: shipped(self, step - 1),
         ),
         left_by_closing("an error that is not reported", lambda module: module.lora_lost),
         Fault(
             "closed increments that a resumed run does not read",
-            f"{_WINDOWS}:LazyWindows.stand_at",
+            f"{_INTERVALS}:LazyIntervals.stand_at",
             lambda shipped, self, _step: shipped(self, 0),
         ),
         Fault(
-            "one V for all windows",
-            f"{_WINDOWS}:LazyWindows.draw",
-            lambda shipped, self, _window, **named: shipped(self, 0, **named),
+            "one V for all intervals",
+            f"{_INTERVALS}:LazyIntervals.draw",
+            lambda shipped, self, _interval, **named: shipped(self, 0, **named),
         ),
         Fault(
             "folded without the scale",

@@ -250,8 +250,8 @@ def plus(left: Matrix, right: Matrix, factor: Fraction = Fraction(1)) -> list[li
     return [[a + factor * b for a, b in zip(x, y, strict=True)] for x, y in zip(left, right, strict=True)]
 
 
-def check_window(_context: Context) -> Outcome:
-    """Compare a window's updates with one V, one by one and on the U factor, in rationals."""
+def check_interval(_context: Context) -> Outcome:
+    """Compare an interval's updates with one V, one by one and on the U factor, in rationals."""
     right = _rationals(4, 2, 9)
     start = _rationals(3, 2, 8)
     rate = Fraction(1, 7)
@@ -270,25 +270,25 @@ def check_window(_context: Context) -> Outcome:
 
 
 def check_subspace(_context: Context) -> Outcome:
-    """Compare the rank and the row space of a window's updates with those of V, and of two windows with both."""
+    """Compare the rank and the row space of an interval's updates with those of V, and of two intervals with both."""
     generator = np.random.default_rng(3)
     rank, rows, columns = 2, 7, 9
-    windows = []
+    intervals = []
     for _ in range(2):
         right = generator.normal(size=(columns, rank))
         moved = sum(
             float(generator.normal()) * generator.normal(size=(rows, rank)) @ right.T for _ in range(6)
         )
         off = moved - moved @ right @ np.linalg.pinv(right)
-        windows.append((np.asarray(moved), float(np.abs(off).max())))
-    both = windows[0][0] + windows[1][0]
+        intervals.append((np.asarray(moved), float(np.abs(off).max())))
+    both = intervals[0][0] + intervals[1][0]
     return everything_holds(
         {
-            "one window": equal(float(np.linalg.matrix_rank(windows[0][0])), float(rank), what="rank"),
-            "one window, rows in the span of V": is_true(
-                windows[0][1] < 1e-12, what=f"off by {windows[0][1]:.1e}"
+            "one interval": equal(float(np.linalg.matrix_rank(intervals[0][0])), float(rank), what="rank"),
+            "one interval, rows in the span of V": is_true(
+                intervals[0][1] < 1e-12, what=f"off by {intervals[0][1]:.1e}"
             ),
-            "two windows": equal(float(np.linalg.matrix_rank(both)), 2.0 * rank, what="rank"),
+            "two intervals": equal(float(np.linalg.matrix_rank(both)), 2.0 * rank, what="rank"),
         }
     )
 
@@ -374,35 +374,35 @@ def check_increments_in_float(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def largest_window_count(rows: int, columns: int, rank: int) -> int:
-    """Return how many windows' increments weigh as much as the matrix itself: ``⌈mn/(r(m + n))⌉``.
+def largest_interval_count(rows: int, columns: int, rank: int) -> int:
+    """Return how many intervals' increments weigh as much as the matrix itself: ``⌈mn/(r(m + n))⌉``.
 
     Examples
     --------
-    >>> largest_window_count(5120, 5120, 2)
+    >>> largest_interval_count(5120, 5120, 2)
     1280
     """
     return -(-rows * columns // (rank * (rows + columns)))
 
 
 def check_increment_growth(_context: Context) -> Outcome:
-    """Compare the rank of a composed adapter with r for each window and one probe, and its size with the matrix's."""
+    """Compare the rank of a composed adapter with r for each interval and one probe, and its size with the matrix's."""
     generator = np.random.default_rng(11)
     rows, columns, rank = 12, 12, 2
     parts = {}
-    for windows in (1, 3, 5):
+    for intervals in (1, 3, 5):
         adapter = sum(
             generator.normal(size=(rows, rank)) @ generator.normal(size=(rank, columns))
-            for _ in range(windows + 1)
+            for _ in range(intervals + 1)
         )
-        parts[f"{windows} windows and a probe"] = equal(
-            float(np.linalg.matrix_rank(np.asarray(adapter))), float(rank * (windows + 1)), what="rank"
+        parts[f"{intervals} intervals and a probe"] = equal(
+            float(np.linalg.matrix_rank(np.asarray(adapter))), float(rank * (intervals + 1)), what="rank"
         )
-    windows = largest_window_count(rows, columns, rank)
+    intervals = largest_interval_count(rows, columns, rank)
     parts["as large as the matrix"] = equal(
-        float(windows * rank * (rows + columns)), float(rows * columns), what="numbers in all increments"
+        float(intervals * rank * (rows + columns)), float(rows * columns), what="numbers in all increments"
     )
-    steps = largest_window_count(5120, 5120, 2) * 50
+    steps = largest_interval_count(5120, 5120, 2) * 50
     parts["OPT-13B, r = 2, ν = 50"] = equal(
         float(steps), 64_000.0, what="steps until increments weigh as much as a matrix"
     )
@@ -486,9 +486,9 @@ CHECKS: Checks = {
         printed(check_unscaled_update, widths_by_root),
     ),
     "zoinfer-window-on-one-factor": (
-        printed(check_window),
+        printed(check_interval),
         printed(
-            lazy.check_shipped_window,
+            lazy.check_shipped_interval,
             lazy.NEW_EVERY_STEP,
             lazy.NO_RIGHT_FIRST,
             lazy.STALE_RIGHT,
@@ -556,7 +556,7 @@ CHECKS: Checks = {
             check_increment_growth,
             Fault(
                 "one side alone",
-                "proofs_checks.zoinfer.statements:largest_window_count",
+                "proofs_checks.zoinfer.statements:largest_interval_count",
                 lambda _shipped, _rows, columns, rank: -(-columns // rank),
             ),
         ),

@@ -80,8 +80,8 @@ def _complaint(answer: object, rows: Sequence[LoggedStep], sign: int) -> str:
     moved = sign * _EPSILON * (probe.left @ probe.right.T)
     product = left @ right.T
     if torch.allclose(product, learnt + moved, rtol=0, atol=1e-12):
-        num_windows = len({id(row.right) for row in rows})
-        fewest = num_windows * probe.right.shape[1]
+        num_intervals = len({id(row.right) for row in rows})
+        fewest = num_intervals * probe.right.shape[1]
         if left.shape[1] > fewest:
             return f"right, but of {left.shape[1]} columns where {fewest} will do: what do steps of one V have in common?"
         return ""

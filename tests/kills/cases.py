@@ -96,12 +96,12 @@ POINTS: dict[str, Point] = {
         Point("end/header", "os.rename", r"out/run\.json$", nth=2),
         Point("replay", "call", f"{_RUNS}.session:Session.replay"),
         Point("joining", "call", "executors.ranks.gloo:gloo_group"),
-        Point("window/closing", "call", f"{_RUNS}.windows:close_increment"),
-        Point("window/drawn", "call", f"{_RUNS}.windows:LazyWindows.draw"),
+        Point("interval/closing", "call", f"{_RUNS}.lazy_intervals:close_increment"),
+        Point("interval/drawn", "call", f"{_RUNS}.lazy_intervals:LazyIntervals.draw"),
     )
 }
 """The first forwards are those of the first evaluation and the first step; only a run that goes on comes to "replay", and only several ranks
-to "joining", only adapters whose A is drawn anew to a "window"."""
+to "joining", only adapters whose A is drawn anew to an "interval"."""
 
 _OF_EVERY_RANK = {
     "first step",
@@ -111,8 +111,8 @@ _OF_EVERY_RANK = {
     "replay",
     "digest",
     "joining",
-    "window/closing",
-    "window/drawn",
+    "interval/closing",
+    "interval/drawn",
 }
 """Points that every rank comes to; at the others rank 0 alone writes."""
 
@@ -127,8 +127,8 @@ _MOST: Mapping[str, int] = {
     "digest": 5,
     "replay": 5,
     "joining": 3,
-    "window/closing": 9,
-    "window/drawn": 5,
+    "interval/closing": 9,
+    "interval/drawn": 5,
 }
 """How many of an event one is drawn from; of the others it is the one that the point names."""
 
@@ -211,7 +211,7 @@ def _strike(rng: random.Random, placement: str, turn: int, *, is_resumed: bool) 
         return Strike(name, target, time_part=round(rng.random(), 4))
     left_out = set() if is_resumed else {"replay"}
     left_out |= {"joining"} if num_ranks(placement) == 1 else set()
-    windows = ["window/closing", "window/drawn"]
+    windows = ["interval/closing", "interval/drawn"]
     left_out |= set() if "windows" in placement else set(windows)
     names = [name for name in POINTS if name not in left_out]
     names += 4 * windows if "windows" in placement else []  # what these runs alone come to

@@ -93,16 +93,16 @@ class MaxPlus(Generic[Time]):
             starts[number], ends[number] = start_s, start_s + alone_s
         return ends
 
-    def shifts(self, window: int) -> list[float]:
-        """Return by how much each end of the last `window` positions is later than as many positions before."""
-        pairs = zip(self.ends[-window:], self.ends[-2 * window : -window], strict=True)
+    def shifts(self, period: int) -> list[float]:
+        """Return by how much each end of the last `period` positions is later than as many positions before."""
+        pairs = zip(self.ends[-period:], self.ends[-2 * period : -period], strict=True)
         return [float(end_s - before[number]) for ends, before in pairs for number, end_s in ends.items()]
 
-    def repeat(self, window: int, rounds: int, shift_s: float) -> None:
-        """Let the last `window` positions come again, each time so much later; only the last time is noted."""
+    def repeat(self, period: int, rounds: int, shift_s: float) -> None:
+        """Let the last `period` positions come again, each time so much later; only the last time is noted."""
         for noted in (self.starts, self.ends):
-            last = noted[-window:]
-            noted.extend({} for _ in range(window * (rounds - 1)))
+            last = noted[-period:]
+            noted.extend({} for _ in range(period * (rounds - 1)))
             noted.extend(
                 {number: time + shift_s * rounds for number, time in times.items()} for times in last
             )

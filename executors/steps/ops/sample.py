@@ -245,10 +245,10 @@ class Sampling:
         generator = Generator(device=self._device)
 
         def from_generator(frame: StepFrame, places: Places) -> Factors | None:
-            assert frame.window is not None
-            if op.for_update and frame.step == frame.window.first:
+            assert frame.interval is not None
+            if op.for_update and frame.step == frame.interval.first:
                 return factor_sampler.resampled(
-                    op.group, op.perturbation, frame.seeds[op.perturbation], frame.window, places
+                    op.group, op.perturbation, frame.seeds[op.perturbation], frame.interval, places
                 )
             if source:
                 generator.set_state(values[source[0]][0])
@@ -257,10 +257,10 @@ class Sampling:
             states = [generator.get_state()]
             factors = None
             if op.keep == "none":
-                factor_sampler.pass_over(op.group, frame.step, frame.window, generator)
+                factor_sampler.pass_over(op.group, frame.step, frame.interval, generator)
             else:
                 factors = factor_sampler.sequential(
-                    op.group, op.perturbation, frame.step, frame.window, generator, places
+                    op.group, op.perturbation, frame.step, frame.interval, generator, places
                 )
             for key in before:
                 values[key] = states
@@ -277,9 +277,9 @@ class Sampling:
             if op.generator == "mezo":
                 factors = from_generator(seeded, places)
             elif op.keep != "none":
-                assert seeded.window is not None
+                assert seeded.interval is not None
                 factors = factor_sampler.counted(
-                    op.group, op.perturbation, counter_key(frame, op), seeded.window, places
+                    op.group, op.perturbation, counter_key(frame, op), seeded.interval, places
                 )
             if factors is not None and op.keep == "factors":
                 values[location_of(wanted[0])] = factors

@@ -17,10 +17,10 @@ from costmodel.param_passes import closing_work
 from executors.low_bits import linear
 from executors.models.increments import Increments
 from executors.models.lora import joined_factors
-from executors.runs import windows as windows_of_runs
+from executors.runs import lazy_intervals
 from executors.runs.adapters import attach
+from executors.runs.lazy_intervals import LazyIntervals, lazy_intervals_of, rounded_up
 from executors.runs.session import Session
-from executors.runs.windows import LazyWindows, lazy_windows_of, rounded_up
 from tests.support.builders import unshared
 from tests.support.command import loaded, rows_of, zosim
 from tests.support.distributed import OFFLOADED
@@ -64,8 +64,8 @@ def test_a_window_adds_up_along_its_own_factor_and_all_windows_stay():
     stepped, inner = copy.deepcopy(base), None
     for record in records:
         if record.step % LAZY.lazy_steps == 0:
-            windows = lazy_windows_of(stepped)
-            windows.draw(record.step // LAZY.lazy_steps)
+            intervals = lazy_intervals_of(stepped)
+            intervals.draw(record.step // LAZY.lazy_steps)
             inner = [module.lora_A.weight.detach().clone() for module in carriers(stepped)]
         generator = torch.Generator().manual_seed(record.seeds[0])
         for name, parameter in stepped.named_parameters():
@@ -126,10 +126,10 @@ def test_increments_are_compacted_at_the_bound_and_say_what_that_lost():
     for module, same in zip(carriers(full), carriers(short), strict=True):  # nothing is lost before the bound
         for one, other in zip(joined_factors(module), joined_factors(same), strict=True):
             assert torch.equal(one, other)
-    windows = lazy_windows_of(model)
-    assert windows.rank == 4
-    assert 0 < windows.relative_error < 1
-    assert lazy_windows_of(short).relative_error == 0
+    intervals = lazy_intervals_of(model)
+    assert intervals.rank == 4
+    assert 0 < intervals.relative_error < 1
+    assert lazy_intervals_of(short).relative_error == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32])
@@ -199,9 +199,9 @@ def whole_run(inputs, tmp_path_factory):
 @pytest.mark.parametrize(
     ("owner", "name", "nth"),
     [
-        (windows_of_runs, "close_increment", 1),
-        (windows_of_runs, "close_increment", 9),
-        (LazyWindows, "draw", 2),
+        (lazy_intervals, "close_increment", 1),
+        (lazy_intervals, "close_increment", 9),
+        (LazyIntervals, "draw", 2),
         (Increments, "compact", 8),
         (Session, "begin_step", 5),
     ],

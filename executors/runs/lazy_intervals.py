@@ -1,4 +1,4 @@
-"""Windows of steps in which an adapter's ``A`` stays: what is learnt adds up in ``B``, and is closed before ``A`` is drawn anew."""
+"""Intervals of steps in which an adapter's ``A`` stays: what is learnt adds up in ``B``, and is closed before ``A`` is drawn anew."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from executors.models.increments import Increments
 from executors.models.lora import joined_factors
 from executors.randomness.rng import mixed
 
-_WINDOWS = "_zosim_lazy_windows"
+_INTERVALS = "_zosim_lazy_intervals"
 
 
-def attach_windows(model: nn.Module, lora: LoRA) -> None:
-    """Sample the first window's ``A`` of a model with adapters, and attach the windows to the model."""
-    windows = LazyWindows(model, lora)
-    setattr(model, _WINDOWS, windows)
-    windows.draw(0)
+def attach_intervals(model: nn.Module, lora: LoRA) -> None:
+    """Sample the first interval's ``A`` of a model with adapters, and attach the intervals to the model."""
+    intervals = LazyIntervals(model, lora)
+    setattr(model, _INTERVALS, intervals)
+    intervals.draw(0)
 
 
-def lazy_windows_of(model: nn.Module) -> LazyWindows | None:
-    """Return the windows of a model whose adapters' ``A`` is drawn anew; None for any other."""
-    return getattr(model, _WINDOWS, None)
+def lazy_intervals_of(model: nn.Module) -> LazyIntervals | None:
+    """Return the intervals of a model whose adapters' ``A`` is drawn anew; None for any other."""
+    return getattr(model, _INTERVALS, None)
 
 
-class LazyWindows:
-    """Windows of steps in which ``A`` stays, and ``B`` adds up what is learnt along it.
+class LazyIntervals:
+    """Intervals of steps in which ``A`` stays, and ``B`` adds up what is learnt along it.
 
-    What a window has learnt is closed before ``A`` is drawn anew: ``B·A`` becomes one more increment beside the frozen base, and increments
+    What an interval has learnt is closed before ``A`` is drawn anew: ``B·A`` becomes one more increment beside the frozen base, and increments
     are compacted where their rank would pass the bound.
 
     Parameters
@@ -41,8 +41,8 @@ class LazyWindows:
 
     Notes
     -----
-    ``A`` of window ``k`` is a function of the seed, ``k`` and the number of the linear. With ``B`` along normals ``U``, and the scale
-    ``1/√r``, a window goes along ``U·Aᵀ/√r``, which is ``--distribution factorised`` [1]_, Eq. 7-8 and 13-18.
+    ``A`` of interval ``k`` is a function of the seed, ``k`` and the number of the linear. With ``B`` along normals ``U``, and the scale
+    ``1/√r``, an interval goes along ``U·Aᵀ/√r``, which is ``--distribution factorised`` [1]_, Eq. 7-8 and 13-18.
 
     References
     ----------
@@ -58,39 +58,39 @@ class LazyWindows:
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "lora_used")]
 
     def opens(self, step: int) -> bool:
-        """Whether a window before `step` is to be closed when it begins."""
+        """Whether an interval before `step` is to be closed when it begins."""
         return step > 0 and step % self.lazy_steps == 0
 
     def stand_at(self, step: int) -> None:
         """Let as much of the closed increments' memory be read as is in use after `step` steps."""
-        # A window that ends with `step` is closed only when the next step begins.
+        # An interval that ends with `step` is closed only when the next step begins.
         num_closed = max(step - 1, 0) // self.lazy_steps
         used = min(num_closed * self._rank, self._closed_rank)
         for module in self._modules:
             module.lora_used = used
 
     def open(self, step: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-        """Close the window before `step`, and draw ``A`` anew.
+        """Close the interval before `step`, and draw ``A`` anew.
 
         Parameters
         ----------
         is_here : callable
             Whether this rank holds a parameter: of other stages it has none to change.
         """
-        window = step // self.lazy_steps
-        used = min(window * self._rank, self._closed_rank)
+        interval = step // self.lazy_steps
+        used = min(interval * self._rank, self._closed_rank)
         for module in self._modules:
             if is_here(module.lora_B.weight):
                 close_increment(module, self._closed_rank)
             module.lora_used = used
-        self.draw(window, is_here=is_here)
+        self.draw(interval, is_here=is_here)
 
-    def draw(self, window: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-        """Write the ``A`` of a window."""
+    def draw(self, interval: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
+        """Write the ``A`` of an interval."""
         for number, module in enumerate(self._modules):
             weight = module.lora_A.weight
             if is_here(weight):
-                generator = torch.Generator().manual_seed(mixed(self._seed, window, number))
+                generator = torch.Generator().manual_seed(mixed(self._seed, interval, number))
                 weight.data.copy_(torch.randn(weight.shape, generator=generator))
 
     @property

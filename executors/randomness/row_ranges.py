@@ -15,7 +15,7 @@ from costmodel.formats.low_bits import ROUNDED_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
-class RowWindow:
+class RowRange:
     """Part of a block that is drawn.
 
     Attributes
@@ -63,26 +63,26 @@ def touched_parts(
     return list(zip(blocks.tolist(), lows.tolist(), highs.tolist(), strict=True))
 
 
-def batches_of(windows: Sequence[RowWindow]) -> Iterator[list[RowWindow]]:
-    """Yield windows that are drawn before rows are taken out of them: at least one, and as many as become quantized at once."""
-    batch: list[RowWindow] = []
-    for window in windows:
-        if batch and sum(each.num for each in (*batch, window)) > ROUNDED_AT_ONCE:
+def batches_of(ranges: Sequence[RowRange]) -> Iterator[list[RowRange]]:
+    """Yield row ranges that are drawn before rows are taken out of them: at least one, and as many as become quantized at once."""
+    batch: list[RowRange] = []
+    for row_range in ranges:
+        if batch and sum(each.num for each in (*batch, row_range)) > ROUNDED_AT_ONCE:
             yield batch
             batch = []
-        batch.append(window)
+        batch.append(row_range)
     if batch:
         yield batch
 
 
-def take_rows(out: Tensor, starts: NDArray[np.int64], windows: Sequence[RowWindow], numbers: Tensor) -> None:
-    """Fill `out`, shape (rows, width), with what `numbers`, the elements of some windows, hold of rows from the elements `starts` on."""
+def take_rows(out: Tensor, starts: NDArray[np.int64], ranges: Sequence[RowRange], numbers: Tensor) -> None:
+    """Fill `out`, shape (rows, width), with what `numbers`, the elements of some row ranges, hold of rows from the elements `starts` on."""
     width, size = out.shape[1], numbers.numel()
-    begins = np.array([window.begin for window in windows])
-    places = np.array([*accumulate((window.num for window in windows[:-1]), initial=0)])
-    end = windows[-1].begin + windows[-1].num
+    begins = np.array([row_range.begin for row_range in ranges])
+    places = np.array([*accumulate((row_range.num for row_range in ranges[:-1]), initial=0)])
+    end = ranges[-1].begin + ranges[-1].num
     first, last = np.searchsorted(starts + width, begins[0], "right"), np.searchsorted(starts, end)
-    # A row that goes on in the next block goes on in the next window: it is in one piece.
+    # A row that goes on in the next block goes on in the next range: it is in one piece.
     here = np.maximum(np.searchsorted(begins, starts[first:last], "right") - 1, 0)
     rows = starts[first:last] - begins[here] + places[here]
     is_whole = (rows >= 0) & (rows + width <= size)
