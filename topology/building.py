@@ -302,11 +302,6 @@ def pcie_type(generation: int, lanes: int) -> LinkType:
         )
 
 
-def adds_up(generation: int) -> bool:
-    """Return whether switches of a generation of NVLink add up what GPUs send: from the fourth on, NVSwitches of the third."""
-    return generation >= 4
-
-
 def nvlink_type(generation: int) -> LinkType:
     """The link type of one NVLink of a generation, from the catalogue where it has it."""
     known = catalogue().link_types.get(f"nvlink{generation}")

@@ -154,6 +154,12 @@ class Topology(FrozenModel):
         """Nodes of the given types, in file order."""
         return tuple(node for node in self.nodes if node.type in node_types)
 
+    def sums_in_switch(self, switch: Node) -> bool:
+        """Return whether an nvswitch adds up what GPUs send (NVLink SHARP), as declared, or as NVLinks from the fourth generation on tell."""
+        if switch.in_switch_sums is not None:
+            return switch.in_switch_sums
+        return any((link.type.nvlink_generation or 0) >= 4 for link in self.links_of(switch.id))
+
     @cached_property
     def hosts(self) -> tuple[Node, ...]:
         """Host nodes, in file order."""

@@ -176,8 +176,9 @@ class Node(FrozenModel):
         software reaches.
     channels : MemoryChannels or None
         For memories, optional.
-    in_switch_sums : bool
-        Of an nvswitch: whether it adds up what GPUs send (NVLink SHARP, from third-generation switches on).
+    in_switch_sums : bool or None
+        Of an nvswitch: whether it adds up what GPUs send (NVLink SHARP). None: as its links tell,
+        :meth:`~topology.graph.Topology.sums_in_switch`.
     """
 
     id: Identifier
@@ -190,7 +191,7 @@ class Node(FrozenModel):
     bandwidth: Bandwidth | None = None
     efficiency: Efficiency | None = None
     channels: MemoryChannels | None = None
-    in_switch_sums: bool = False
+    in_switch_sums: bool | None = None
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Node:

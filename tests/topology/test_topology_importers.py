@@ -66,7 +66,9 @@ def test_the_matrix_of_a_dgx_1v_is_the_preset():
 def test_equal_nvlinks_to_every_gpu_are_a_switch():
     machine = IMPORTED["hgx_h100"]()
     assert nvlinks_of(machine) == {frozenset({f"gpu{i}", "nvswitch0"}): 18 for i in range(8)}
-    assert machine.node("nvswitch0").in_switch_sums  # of NVLinks of the fourth generation
+    switch = machine.node("nvswitch0")
+    assert machine.sums_in_switch(switch)  # of NVLinks of the fourth generation
+    assert not machine.sums_in_switch(switch.model_copy(update={"in_switch_sums": False}))
 
 
 def test_pix_pxb_phb_and_sys_become_the_tree_that_explains_them():

@@ -11,7 +11,6 @@ from pathlib import Path
 from topology.building import (
     MAX_PROCESSORS,
     MachineBuilder,
-    adds_up,
     assumed_memory,
     cores_of,
     find_device,
@@ -278,8 +277,7 @@ def _add_nvlinks(tree: _NcclTree) -> None:
     if to_itself:
         tree.builder.notes.append(f"NVLinks to itself are left out of {', '.join(to_itself)}.")
     if to_switch:
-        newest = max(generation for _, generation in to_switch.values())
-        tree.builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(newest))
+        tree.builder.add_node("nvswitch0", "nvswitch", host="host0")
     for node, (count, generation) in to_switch.items():
         tree.builder.join(node, "nvswitch0", nvlink_type(generation), count)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topology.building import MachineBuilder, adds_up, nvlink_type
+from topology.building import MachineBuilder, nvlink_type
 from topology.schema import LinkType, NvlinkPorts
 
 Pair = frozenset[str]
@@ -108,6 +108,6 @@ def join_nvlinks(
 
 def join_switch(builder: MachineBuilder, counts: Mapping[str, int], generation: int) -> None:
     """Join GPUs with an NVSwitch, each by its number of NVLinks."""
-    builder.add_node("nvswitch0", "nvswitch", host="host0", in_switch_sums=adds_up(generation))
+    builder.add_node("nvswitch0", "nvswitch", host="host0")
     for name, count in counts.items():
         builder.join(name, "nvswitch0", nvlink_type(generation), count)

@@ -186,7 +186,9 @@ class _Builder:
             generation="volta" if known is None else known.nccl,
             bandwidth_bytes_per_s=bandwidth,
             in_switch_sums=any(
-                node.in_switch_sums for node in self._topology.of_type("nvswitch") if node.host in hosts
+                self._topology.sums_in_switch(node)
+                for node in self._topology.of_type("nvswitch")
+                if node.host in hosts
             ),
         )
 
