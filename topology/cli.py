@@ -18,6 +18,7 @@ from topology.documents import dump, load_preset, preset_names
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.hardware import resolve
+from topology.instances import instance_machine, instance_names
 from topology.limits import whole_number
 from topology.lint import lint, refuse_errors
 from topology.printable import one_line, printable
@@ -47,8 +48,9 @@ class Tool(enum.StrEnum):
 
 @app.command("list")
 def list_presets(as_json: Json = False) -> None:
-    """List the machines that come with zosim."""
+    """List the machines that come with zosim: presets, then instances of clouds and machines as they are sold."""
     presets = [load_preset(name) for name in preset_names()]
+    presets += [instance_machine(name) for name in dict.fromkeys(instance_names().values())]
     if as_json:
         _print_json([summary(preset) for preset in presets])
         return

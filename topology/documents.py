@@ -6,6 +6,7 @@ its own; names that it does not define are looked up in the catalogue that comes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
@@ -56,9 +57,34 @@ class _Document(FrozenModel):
     measured: list[dict[str, Any]] = Field(default_factory=list)
 
 
+USER_CATALOGUE = "ZOSIM_CATALOGUE"
+"""Environment variable that names a YAML file of the user's with `devices`, `link_types`, `drives` and `instances`."""
+
+
+def user_catalogue() -> dict[str, Any]:
+    """What the user's own catalogue has, empty if there is none.
+
+    Raises
+    ------
+    TopologyError
+        If it cannot be read, or is no mapping.
+    """
+    path = os.environ.get(USER_CATALOGUE)
+    if not path:
+        return {}
+    what = f"{USER_CATALOGUE} {path}"
+    hint = "it has devices, link_types, drives or instances, each as the files in topology/data have them"
+    text = read_text(path, what, TopologyError, hint=hint, max_bytes=MAX_YAML_BYTES)
+    data, _ = parse_yaml(text, what, TopologyError, hint=hint)
+    if not isinstance(data, dict):
+        message = f"{what} is not a mapping"
+        raise TopologyError(message, hint=hint)
+    return data
+
+
 @cache
 def catalogue() -> Catalogue:
-    """Devices and link types that come with the package."""
+    """Devices and link types that come with the package, and the user's own."""
     merged: dict[str, dict[str, Any]] = {"devices": {}, "link_types": {}}
     folder = resources.files("topology") / "data" / "catalogue"
     for entry in sorted(folder.iterdir(), key=lambda item: item.name):
@@ -66,6 +92,9 @@ def catalogue() -> Catalogue:
             data = shipped_yaml(entry.read_text(encoding="utf-8"))
             for section, items in merged.items():
                 items.update(data.get(section, {}))
+    own = with_present_names(user_catalogue(), RENAMED)
+    for section, items in merged.items():
+        items.update(own.get(section) or {})
     return _read_catalogue(merged, "the catalogue", locate=None)
 
 

@@ -17,6 +17,7 @@ from topology.documents import catalogue, load, load_preset, preset_names
 from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.importers.pairs import join_switch
+from topology.instances import instance_machine, instance_names
 from topology.schema import DeviceSpec
 from topology.validation import did_you_mean
 
@@ -26,7 +27,7 @@ _CORES = 16
 
 
 def resolve(spec: str) -> Topology:
-    """The machine that a command line names: ``host``, a preset, a file, or GPUs of the catalogue (``"4x l40s"``).
+    """The machine that a command line names: ``host``, a preset, a file, an instance (``"p4d"``), or GPUs of the catalogue (``"4x l40s"``).
 
     Raises
     ------
@@ -42,13 +43,15 @@ def resolve(spec: str) -> Topology:
         return load_preset(spec)
     if re.search(r"[/\\]|\.ya?ml$", spec) or Path(spec).is_file():
         return load(spec)
+    if spec.casefold() in instance_names():
+        return instance_machine(spec)
     count, name = _SEVERAL.fullmatch(spec.strip()).groups() if spec.strip() else (None, "")  # type: ignore[union-attr]
     device = find_device(name)
     if device is not None and device.type == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))
     gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
     message = f"unknown hardware {spec!r}: neither host, a preset nor a file"
-    raise TopologyError(message, hint=did_you_mean(spec, ("host", *preset_names(), *gpus)))
+    raise TopologyError(message, hint=did_you_mean(spec, ("host", *preset_names(), *instance_names(), *gpus)))
 
 
 def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:

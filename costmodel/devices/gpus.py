@@ -189,7 +189,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "blackwell",
-        r"\bG?B(100|200|300)\b",
+        r"\bG?B(100|200)\b",
         256,
         "blackwell",
         _HOPPER,
@@ -198,11 +198,23 @@ ARCHITECTURES = (
         multiplies_float8=True,
     ),
     Architecture(
+        "blackwell-ultra",
+        r"\bG?B300\b",
+        256,
+        "blackwell",
+        _HOPPER,
+        flop_j=0.6e-12,
+        cache_mib=126,
+        multiplies_float8=True,
+        multiplies_int8=False,
+    ),
+    Architecture("cdna2", r"MI2\d\dX?\b", 128, "ampere", {}, cache_mib=8, multiplies_int8=False),
+    Architecture(
         "cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=1.02e-12, cache_mib=256, multiplies_float8=True
     ),
     Architecture(
         "blackwell-graphics",
-        r"RTX 50[5-9]\d|RTX PRO \d{4}\b",
+        r"RTX 50[5-9]\d|RTX PRO \d{4}\b|\bGB10\b",
         256,
         "blackwell",
         _FA2,

@@ -20,6 +20,7 @@ from topology.documents import preset_names
 from topology.errors import ZosimError
 from topology.figures import Basis
 from topology.graph import Topology
+from topology.instances import instance_names
 from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text
 from topology.validation import FrozenModel, RuleError, did_you_mean, readable
 
@@ -192,9 +193,10 @@ class PriceTable(FrozenModel):
     @model_validator(mode="after")
     def _knows_its_machines(self) -> PriceTable:
         for name in self.machines:
-            if name != "host" and name not in preset_names() and not _FILE.search(name):
-                message = f"{name!r} is neither a preset, nor host, nor a topology file"
-                raise RuleError(message, hint=did_you_mean(name, preset_names()))
+            known = {"host", *preset_names(), *instance_names().values()}
+            if name not in known and not _FILE.search(name):
+                message = f"{name!r} is neither a preset, an instance, host, nor a topology file"
+                raise RuleError(message, hint=did_you_mean(name, known))
         own = (prices.power_usage_effectiveness for prices in self.machines.values())
         for quote in (self.power_usage_effectiveness, *own):
             if quote is not None and quote.range.low < 1:

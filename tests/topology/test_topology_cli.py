@@ -24,6 +24,7 @@ from topology import (
 )
 from topology.cli import app
 from topology.clusters import cluster
+from topology.instances import instance_names
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -98,7 +99,8 @@ def test_list_names_every_preset():
     printed = run("list")
     assert all(name in printed for name in preset_names())
     listed = json.loads(run("list", "--json"))
-    assert [item["name"] for item in listed] == list(preset_names())
+    names = [item["name"] for item in listed]
+    assert names == [*preset_names(), *dict.fromkeys(instance_names().values())]
     assert {item["name"]: len(item["compute_devices"]) for item in listed}["dgx-1v"] == 8
 
 
