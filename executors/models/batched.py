@@ -103,7 +103,6 @@ class BatchedModel(SegmentedModel):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.refuse_several("use --weights serial or copies")
         self._narrowing: _Narrowing | None = None
         self._paths: dict[int, Sequence[SidePath]] = {}
         self._is_transposed: dict[int, bool] = {}

@@ -16,7 +16,7 @@ class UnsplitError(ModelError):
     def __init__(self, model: nn.Module, reason: str) -> None:
         super().__init__(
             f"{type(model).__name__} cannot be run block by block: {reason}",
-            hint="keep it whole on one device, without splits, offloading, packed forwards or loss chunks",
+            hint="keep it resident on one device, without stages, packed forwards or loss chunks",
         )
 
 
@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of a model's blocks and its path: in its decoder the longest that is in no other, or of their stated number.
+    """Return the list of a model's blocks and its path: the longest that is in no other, or of their stated number.
 
     Raises
     ------
@@ -41,7 +41,9 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """
     get_decoder: Any = getattr(model, "get_decoder", lambda: model)
     decoder = get_decoder()
-    lists = list(_outermost_lists(decoder if isinstance(decoder, nn.Module) else model))
+    # Some models call another part of theirs their decoder.
+    parts = [decoder, model] if isinstance(decoder, nn.Module) else [model]
+    lists = next((found for found in map(list, map(_outermost_lists, parts)) if found), [])
     if not lists:
         raise UnsplitError(model, "it has no list of blocks")
     declared = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]

@@ -10,8 +10,16 @@ from torch import Tensor, nn
 
 from costmodel.models.model_spec import ParamGroup
 from executors.models.batched import BatchedModel
-from executors.models.halves import Handed
-from executors.models.model import Batch, LossDType, Objective, TextObjective, UnsplitModel, in_segments
+from executors.models.model import (
+    Batch,
+    Handed,
+    LossDType,
+    Objective,
+    SuspendedModel,
+    TextObjective,
+    UnsplitModel,
+    in_segments,
+)
 from executors.models.parameters import NamedTensor
 from executors.models.quantised import make_layers_quantizable
 from executors.models.recording_blocks import StepCache
@@ -103,8 +111,8 @@ def forward_runner_for(
         objective=objective,
         split_blocks=plan.model.split_blocks,
     )
-    if isinstance(forward_runner, UnsplitModel) and (plan.num_stages > 1 or plan.is_offloaded):
-        raise forward_runner.reason
-    if plan.split_points:
-        forward_runner.refuse_several("run it in one stage")
+    if isinstance(forward_runner, UnsplitModel):
+        needs_blocks = plan.is_offloaded and not isinstance(forward_runner, SuspendedModel)
+        if plan.num_stages > 1 or plan.split_points or needs_blocks:
+            raise forward_runner.reason
     return forward_runner

@@ -6,7 +6,7 @@ the second linear, the residual stream added, and the norm behind where there is
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,7 @@ class Halfway(NamedTuple):
     residual: Tensor
 
 
-Handed = Tensor | Halfway | tuple[Any, ...]
-"""What one segment hands to the next: the hidden state, two tensors within a block, or all that a model's blocks hand on."""
-
-
-def as_handed(states: tuple[Any, ...]) -> Handed:
-    """Return what is handed on where it is these states."""
-    return states[0] if len(states) == 1 else states
-
-
-def as_states(handed: Handed) -> tuple[Any, ...]:
-    """Return the states that were handed on."""
-    return handed if isinstance(handed, tuple) else (handed,)
-
-
-def as_tensor(handed: Handed | None) -> Tensor:
+def as_tensor(handed: object) -> Tensor:
     """Return what a whole block handed on."""
     assert isinstance(handed, Tensor)
     return handed

@@ -1,11 +1,11 @@
 """A language model split into segments that run one at a time, by the model's own code.
 
 The list of blocks is replaced by stand-ins while the model's forward runs. For ``embed`` they record what each
-block is called with and stop the forward after the last; for ``head`` they hand on the states that the
+block is called with and stop the forward after the last; for ``head`` they hand on the state that the
 blocks left. Masks, positions, projections, logits and the loss are therefore the model's own, bit for bit.
 
-A model is tried on a few tokens first. One whose blocks cannot be run by themselves is a single segment
-(:class:`UnsplitModel`).
+A model is tried on a few tokens first. Of one that does more around its blocks, the forward is suspended at each of
+them (:class:`SuspendedModel`); one that defies this, too, is a single segment (:class:`UnsplitModel`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from costmodel.models.groups import ParameterEntry, group_parameters, split_blocks_inside
 from costmodel.models.model_spec import (
@@ -35,31 +34,27 @@ from costmodel.models.model_spec import (
 from executors.labels import IGNORED_LABEL
 from executors.low_bits.stored import DenseTensor
 from executors.models.blocks import UnsplitError, fills_masks, linears_of, refuse_unsupported
-from executors.models.halves import (
-    Halfway,
-    HalvedBlock,
-    Handed,
-    as_handed,
-    as_states,
-    as_tensor,
-    normalises_last,
-)
+from executors.models.halves import Halfway, HalvedBlock, as_tensor, normalises_last
 from executors.models.host_twins import host_twins
 from executors.models.parameters import NamedTensor, absent, are_same, named_tensors
 from executors.models.recording_blocks import (
+    BlockStandIns,
     Call,
     Calls,
-    Key,
     RecordedBlocks,
     StepCache,
     argument,
     arguments,
     with_arguments,
 )
+from executors.models.suspended import SuspendedForward
 from topology.errors import ModelError
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each of shape (sequences, tokens)."""
+
+Handed = Tensor | Halfway | SuspendedForward | Batch
+"""What one segment hands to the next: the hidden state, two tensors within a block, a forward to go on with, or the batch."""
 
 Objective = Callable[[Tensor, Batch], Tensor]
 """Takes logits (sequences, tokens, vocabulary) and the batch, and returns the scalar to minimise."""
@@ -154,7 +149,6 @@ class SegmentedModel:
             raise ModelError(f"the model's token embedding is a {type(self.embedding).__name__}, not a table")
         # Nothing is absent yet: a few forwards are watched to learn what the front reads.
         self._front: list[NamedTensor] = []
-        self._side: dict[int, list[tuple[Key, int]]] = {}
         self._segments_of = self._try()
         self.param_groups = self._group()
 
@@ -183,21 +177,15 @@ class SegmentedModel:
 
         Returns
         -------
-        torch.Tensor or tuple
-            Hidden state of shape (sequences, tokens, hidden); several tensors in models that hand on more.
+        torch.Tensor
+            Hidden state of shape (sequences, tokens, hidden).
         """
         calls: Calls = []
         with self._stand_ins.recording(calls):
             self._run_front(batch, cache)
-        states = self._stand_ins.states(calls[0])
-        side = {number: argument(calls[i], key) for i, own in self._side.items() for key, number in own}
         if not cache.calls:
-            gone = [(key, None) for key in self._stand_ins.keys]
-            cache.calls = [
-                with_arguments(call, [*gone, *((key, None) for key, _ in self._side.get(i, ()))])
-                for i, call in enumerate(calls)
-            ]
-        return as_handed((*states, *side.values()))
+            cache.calls = [with_arguments(call, [(self._stand_ins.key, None)]) for call in calls]
+        return self._stand_ins.state(calls[0])
 
     def _run_front(self, batch: Batch, cache: StepCache) -> Any:
         with self.format(), host_twins(self.device, batch, cache.host):
@@ -212,14 +200,11 @@ class SegmentedModel:
         """Return what block `index` hands on; further arguments reach the block."""
         args, kwargs = self.call(index, handed, cache)
         with self.format():
-            states = self._stand_ins.returned(self.blocks[index](*args, **kwargs, **more))
-        return as_handed((*states, *as_states(handed)[len(states) :]))
+            return self._stand_ins.returned(self.blocks[index](*args, **kwargs, **more))
 
     def call(self, index: int, handed: Handed, cache: StepCache) -> Call:
         """Return what block `index` is called with."""
-        keys, every = self._stand_ins.keys, as_states(handed)
-        side = ((key, every[len(keys) + number]) for key, number in self._side.get(index, ()))
-        return with_arguments(cache.calls[index], (*zip(keys, every, strict=False), *side))
+        return with_arguments(cache.calls[index], [(self._stand_ins.key, handed)])
 
     def between(self, segment: str, handed: Handed, cache: StepCache) -> Handed:
         """Return the output of `segment`, a block or half of one, given the output of the segment before."""
@@ -232,13 +217,6 @@ class SegmentedModel:
             return self.block(index, handed, cache)
         with self.format():
             return self._halves[index].front(as_tensor(handed).shape[:-1], self.call(index, handed, cache))
-
-    def refuse_several(self, hint: str) -> None:
-        """Raise ModelError if blocks hand on more than one hidden state."""
-        if len(self._stand_ins.keys) > 1 or self._side or self._num_dims != 3:
-            raise ModelError(
-                f"blocks of {type(self.model).__name__} hand on more than one hidden state", hint=hint
-            )
 
     def head(self, hidden: Handed, batch: Batch) -> Tensor:
         """Return the loss of the batch, given what the last block left.
@@ -293,25 +271,23 @@ class SegmentedModel:
         if not self._head_needs_shape:
             return self._run_head(hidden).logits  # type: ignore[no-any-return]
         # A row of many sequences may be longer than any that the model has positions for.
-        shape = as_states(hidden)[0].shape[:2]
-        alone = tree_map_only(Tensor, lambda state: state.reshape(-1, 1, *state.shape[2:]), hidden)
-        logits: Tensor = self._run_head(alone).logits
-        return logits.view(*shape, -1)
+        state = as_tensor(hidden)
+        logits: Tensor = self._run_head(state.reshape(-1, 1, state.shape[-1])).logits
+        return logits.view(*state.shape[:2], -1)
 
     def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
         # Nothing of what the front of the forward makes is used: the stand-ins replace it. One token will do,
         # except for models that shape their output after their input. No program says that a head reads the front's weights,
         # which another stream may be changing, so it does not.
-        states = as_states(hidden)[: len(self._stand_ins.keys)]
-        device = states[0].device
-        shape = states[0].shape[:2] if self._head_needs_shape else (1, 1)
+        state = as_tensor(hidden)
+        shape = state.shape[:2] if self._head_needs_shape else (1, 1)
         with (
-            self._stand_ins.returning(states),
+            self._stand_ins.returning(state),
             self.format(),
             host_twins(self.device),
-            absent(self._front, device),
+            absent(self._front, state.device),
         ):
-            tokens = torch.zeros((1, 1), dtype=torch.long, device=device).expand(shape)
+            tokens = torch.zeros((1, 1), dtype=torch.long, device=state.device).expand(shape)
             return self.model(input_ids=tokens, use_cache=False, **inputs)
 
     def _summed_loss(self, hidden: Handed, labels: Tensor) -> Tensor:
@@ -333,11 +309,10 @@ class SegmentedModel:
 
     def _logits_by_chunks(self, hidden: Handed) -> Iterator[Tensor]:
         """Yield logits (tokens, vocabulary) of one chunk of tokens after the other."""
-        states = [state.reshape(1, -1, *state.shape[2:]) for state in as_states(hidden) if state is not None]
-        num_tokens = states[0].shape[1]
-        chunk = self.loss_chunk_tokens or num_tokens
-        for begin in range(0, num_tokens, chunk):
-            yield self._logits(as_handed(tuple(state[:, begin : begin + chunk] for state in states)))[0]
+        state = as_tensor(hidden)
+        row = state.reshape(1, -1, state.shape[-1])
+        for part in row.split(self.loss_chunk_tokens or row.shape[1], dim=1):
+            yield self._logits(part)[0]
 
     @contextmanager
     def gathered_rows(self, tensor: NamedTensor, rows: Tensor, positions: Tensor) -> Iterator[None]:
@@ -439,31 +414,29 @@ class SegmentedModel:
                 self.segments = segments_of(len(self.blocks), self.split_blocks)
                 self._halves = {i: HalvedBlock(self.blocks[i]) for i in self.split_blocks}
                 cache, calls = StepCache(), Calls()
-                with self._noted_reads(before, after):
+                with self._noted_reads(lambda: after if self._stand_ins.entered_head else before):
                     with self._stand_ins.recording(calls):
                         self._run_front(batch, cache)
-                    states = self._stand_ins.states(calls[0])
-                    if states[0].shape[:2] != batch["input_ids"].shape:
-                        raise UnsplitError(
-                            self.model, "its states are not of shape (sequences, tokens, width)"
-                        )
-                    with self._stand_ins.returning(states), self.format():
+                    state = self._stand_ins.state(calls[0])
+                    if state.dim() != 3 or state.shape[:2] != batch["input_ids"].shape:
+                        raise UnsplitError(self.model, "its state is not of shape (sequences, tokens, width)")
+                    with self._stand_ins.returning(state), self.format():
                         whole = self.model(**batch, use_cache=False)
-                segments = self._read_segments(before, after)
-                self._side = self._find_side(calls, batch, before)
-                self._find_head(as_handed(states), batch["labels"], whole)
-                self.hidden_size, self._num_dims = states[0].shape[-1], states[0].dim()
+                segments = self._read_segments({EMBED: before, HEAD: after})
+                self._refuse_dependent(calls, batch, before)
+                self._find_head(state, batch["labels"], whole)
+                self.hidden_size = state.shape[-1]
                 handed = self.embed(batch, cache)
                 for i, halves in self._halves.items():
                     with self.format():
-                        halfway = halves.check(states[0].shape[:-1], self.call(i, handed, cache))
+                        halfway = halves.check(state.shape[:-1], self.call(i, handed, cache))
                     self.inner_size = halfway.activation.shape[-1]
                 self._front = [tensor for tensor in self.tensors if segments[tensor.name] == (EMBED,)]
         except _FAILURES as error:
             raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
         return segments
 
-    def _read_segments(self, before: set[int], after: set[int]) -> dict[str, tuple[str, ...]]:
+    def _read_segments(self, reads: Mapping[str, set[int]]) -> dict[str, tuple[str, ...]]:
         """Return the segments that read each parameter: those of blocks by place, the others as was noted."""
         owners: dict[int, set[str]] = {}
         for i, block in enumerate(self.blocks):
@@ -473,21 +446,20 @@ class SegmentedModel:
         for tensor in self.tensors:
             key = id(tensor.parameter)
             inside = owners.get(key, set())
-            # What nothing reads is perturbed and updated as in any loop over all parameters.
-            outside = [name for name, reads in ((EMBED, before), (HEAD, after)) if key in reads]
+            outside = [name for name, read in reads.items() if key in read]
             if len(inside) > 1 or (inside and outside):
                 readers = ", ".join([*sorted(inside), *outside])
                 raise UnsplitError(self.model, f"{tensor.name} is read by {readers}")
+            # What nothing reads is perturbed and updated as in any loop over all parameters.
             segments_of[tensor.name] = tuple(inside) or tuple(outside) or (EMBED,)
         return segments_of
 
     @contextmanager
-    def _noted_reads(self, before: set[int], after: set[int]) -> Iterator[None]:
-        """Note the parameters that modules before the blocks read, and those that modules behind them read."""
+    def _noted_reads(self, noted: Callable[[], set[int]]) -> Iterator[None]:
+        """Note the parameters that modules outside the blocks read, where `noted` says at the time."""
 
         def note(module: nn.Module, _args: object) -> None:
-            reads = {id(parameter) for parameter in module.parameters(recurse=False)}
-            (after if self._stand_ins.entered_head else before).update(reads)
+            noted().update(id(parameter) for parameter in module.parameters(recurse=False))
 
         inside = {module for block in self.blocks for module in block.modules()}
         outside = [module for module in self.model.modules() if module not in inside]
@@ -498,39 +470,32 @@ class SegmentedModel:
             for hook in hooks:
                 hook.remove()
 
-    def _find_side(self, calls: Calls, batch: Batch, before: set[int]) -> dict[int, list[tuple[Key, int]]]:
-        """Return by block the arguments that are no states and depend on weights all the same, numbered by tensor."""
-        lost: Calls = []
+    def _refuse_dependent(self, calls: Calls, batch: Batch, before: set[int]) -> None:
+        """Raise for an argument beside the state that depends on weights, or on what blocks return."""
+        lost, others = Calls(), Calls()
         with self._stand_ins.recording(lost, losing=True):
             self._run_front(batch, StepCache())
-        others: Calls = []
         front = [tensor for tensor in self.tensors if id(tensor.parameter) in before]
         with absent(front, self.device), self._stand_ins.recording(others):
             self._run_front(batch, StepCache())
-        numbers: dict[int, int] = {}
-        side: dict[int, list[tuple[Key, int]]] = {}
         for i, (call, other, late) in enumerate(zip(calls, others, lost, strict=True)):
             for key, value in arguments(call):
-                if key in self._stand_ins.keys:
+                if key == self._stand_ins.key:
                     continue
                 if not are_same(value, argument(late, key)):
                     raise UnsplitError(
                         self.model, f"block {i} takes more from the blocks before than the last returned"
                     )
-                if are_same(value, argument(other, key)):
-                    continue
-                if not isinstance(value, Tensor):
+                if not are_same(value, argument(other, key)):
                     raise UnsplitError(
-                        self.model, f"its blocks take a {type(value).__name__} that depends on weights"
+                        self.model, f"block {i} takes more than one tensor that depends on weights"
                     )
-                side.setdefault(i, []).append((key, numbers.setdefault(id(value), len(numbers))))
-        return side
 
-    def _find_head(self, handed: Handed, labels: Tensor, whole: Any) -> None:
+    def _find_head(self, state: Tensor, labels: Tensor, whole: Any) -> None:
         """Find out whether one token will do for all but the head's input; raise if the head reads more than that."""
         for self._head_needs_shape in (False, True):
             try:
-                answers = self._logits(handed), self._run_head(handed, labels=labels).loss
+                answers = self._logits(state), self._run_head(state, labels=labels).loss
             except _FAILURES:
                 continue
             if are_same(answers, (whole.logits, whole.loss)):
@@ -560,7 +525,7 @@ class UnsplitModel(SegmentedModel):
     def embed(self, batch: Batch, cache: StepCache) -> Handed:
         """Return the tokens, and what goes with them."""
         del cache
-        return tuple(batch.get(name) for name in _INPUTS)
+        return batch
 
     def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
         """Return the tokens as they are."""
@@ -568,7 +533,12 @@ class UnsplitModel(SegmentedModel):
         return handed
 
     def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
-        given = {name: own for name, own in zip(_INPUTS, as_states(hidden), strict=True) if own is not None}
+        assert isinstance(hidden, Mapping)
+        return self._run_model(hidden, **inputs)
+
+    def _run_model(self, batch: Batch, **inputs: Any) -> Any:
+        """Return what the model's own forward makes of a batch."""
+        given = {name: batch[name] for name in _INPUTS if name in batch}
         with self.format():
             return self.model(**given, use_cache=False, **inputs)
 
@@ -576,7 +546,7 @@ class UnsplitModel(SegmentedModel):
         yield self._logits(hidden).flatten(0, 1)
 
     def _try(self) -> dict[str, tuple[str, ...]]:
-        self.blocks, self.segments, self._halves = [self.model], segments_of(1), {}
+        self.blocks, self.segments = [self.model], segments_of(1)
         try:
             with torch.no_grad():
                 self.loss_format()
@@ -591,6 +561,101 @@ class UnsplitModel(SegmentedModel):
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
+class SuspendedModel(UnsplitModel):
+    """A model whose own forward is suspended at each of its blocks, which may be called in any way, once each and in order.
+
+    Parameters
+    ----------
+    reason : UnsplitError
+        Why its blocks cannot be run without it.
+    """
+
+    def embed(self, batch: Batch, cache: StepCache) -> Handed:
+        """Return the model's forward, suspended at its first block."""
+        # The loss belongs to the forward, and its labels are given at the beginning.
+        takes_labels = self.objective is None and self.loss_dtype == "model" and "labels" in batch
+        more = {"labels": batch["labels"]} if takes_labels else {}
+
+        def forward() -> Any:
+            with host_twins(self.device, batch, cache.host):
+                return self._run_model(batch, **more)
+
+        return SuspendedForward(self._places, forward, self.device)
+
+    def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
+        """Run block `index`, unless the forward leaves it out, and return the forward."""
+        del cache, more
+        assert isinstance(handed, SuspendedForward)
+        if index in self._run_blocks:
+            with self.format():
+                handed.run_block(index)
+        return handed
+
+    def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
+        del inputs
+        assert isinstance(hidden, SuspendedForward)
+        return hidden.finish()
+
+    def _try(self) -> dict[str, tuple[str, ...]]:
+        batch = self._few_tokens()
+        try:
+            with torch.no_grad():
+                self._places = BlockStandIns(self.model)
+                self.blocks = self._places.blocks
+                self.segments = segments_of(len(self.blocks), ())
+                reads, whole = self._reads_of_forward(batch)
+                segments = self._read_segments(reads)
+                handed: Any = None
+                for segment in self.segments:
+                    others = [tensor for tensor in self.tensors if segment not in segments[tensor.name]]
+                    with absent(others, self.device):
+                        if segment == HEAD:
+                            handed = self._run_head(handed)
+                        else:
+                            handed = self.run(segment, batch, StepCache(), handed)
+        except _FAILURES as error:
+            raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
+        if not are_same((handed.logits, handed.loss), (whole.logits, whole.loss)):
+            raise UnsplitError(self.model, "its segments read more weights than their own")
+        # Of a table that the head reads, too, the embedding reads the rows of the batch's tokens.
+        is_tied = any(
+            t.parameter is self.embedding.weight and len(segments[t.name]) > 1 for t in self.tensors
+        )
+        if is_tied and not self._embeds_batch:
+            raise UnsplitError(self.model, "it embeds other tokens than the batch's, or in another shape")
+        return segments
+
+    def _reads_of_forward(self, batch: Batch) -> tuple[dict[str, set[int]], Any]:
+        """Return what is read outside the blocks before them and behind them, and what the model's forward returns."""
+        reads: list[set[int]] = [set()]
+        entered: list[int] = []
+        embedded: list[Tensor] = []
+
+        def enter(index: int, _block: nn.Module, _args: object) -> None:
+            if entered and index <= entered[-1]:
+                again = "blocks more than once" if index in entered else "blocks out of order"
+                raise UnsplitError(self.model, f"its forward runs {again}")
+            entered.append(index)
+            reads.append(set())
+
+        hooks = [
+            block.register_forward_pre_hook(partial(enter, index)) for index, block in enumerate(self.blocks)
+        ]
+        hooks.append(self.embedding.register_forward_pre_hook(lambda _, given: embedded.extend(given[:1])))
+        try:
+            with self._noted_reads(lambda: reads[-1]):
+                whole = self._run_model(batch, labels=batch["labels"])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._run_blocks = frozenset(entered)
+        self._embeds_batch = are_same(embedded, [batch["input_ids"]])
+        before, *between, after = reads
+        if any(between):
+            raise UnsplitError(self.model, "its forward reads weights between blocks")
+        return {EMBED: before, HEAD: after}, whole
+
+
 def in_segments(model: nn.Module, **options: Any) -> SegmentedModel:
     """Return a model in segments; in one, where its blocks cannot be run by themselves.
 
@@ -601,5 +666,9 @@ def in_segments(model: nn.Module, **options: Any) -> SegmentedModel:
     """
     try:
         return SegmentedModel(model, **options)
-    except UnsplitError as reason:
-        return UnsplitModel(model, reason, **options)
+    except UnsplitError as error:
+        reason = error
+    try:
+        return SuspendedModel(model, reason, **options)
+    except UnsplitError as error:
+        return UnsplitModel(model, error, **options)

@@ -1,12 +1,12 @@
 """Stand-ins for a model's blocks while its own forward runs, which record what it does around them.
 
-How blocks are called is learnt by watching one small forward: which arguments are the states that the block before
+How blocks are called is learnt by watching one small forward: which argument is the state that the block before
 returned, and what else a block returns. Nothing is known of any family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,13 +22,13 @@ from executors.models.packing import Packing
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Calls = list[Call]
-"""What each block is called with beside the states, in whose places None stands."""
+"""What each block is called with beside the state, in whose place None stands."""
 
 Key = int | str
 """Position or name of an argument."""
 
-States = tuple[Any, ...]
-"""What a block hands to the next."""
+Answer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes a block's number and what it is called with."""
 
 
 @dataclass
@@ -73,7 +73,54 @@ class _StandIn(nn.Module):
         return self._called(args, kwargs)
 
 
-class RecordedBlocks:
+class BlockStandIns:
+    """Modules that take the places of a model's blocks for a while.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+
+    Attributes
+    ----------
+    path : str
+        Path of the list of blocks in the model.
+    blocks : list of torch.nn.Module
+        The blocks themselves.
+
+    Raises
+    ------
+    UnsplitError
+        If it has no list of blocks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.path, self._whole = block_list(model)
+        owner, _, self._name = self.path.rpartition(".")
+        self._owner = model.get_submodule(owner)
+        self.blocks = list(self._whole)
+        self._stand_ins = nn.ModuleList(
+            _StandIn(block, partial(self._called, i)) for i, block in enumerate(self.blocks)
+        )
+        self._answer: Answer
+
+    @contextmanager
+    def replaced(self, answer: Answer) -> Iterator[None]:
+        """Let `answer` be called in the blocks' place."""
+        modules = self._owner._modules
+        self._answer = answer
+        modules[self._name] = self._stand_ins
+        try:
+            yield
+        finally:
+            modules[self._name] = self._whole
+            del self._answer  # and what it holds of a batch
+
+    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._answer(index, args, kwargs)
+
+
+class RecordedBlocks(BlockStandIns):
     """The list of a model's blocks, and how the model's forward calls them.
 
     Parameters
@@ -84,32 +131,22 @@ class RecordedBlocks:
 
     Attributes
     ----------
-    path : str
-        Path of the list in the model.
-    keys : tuple
-        Of a block's arguments, those that are states.
+    key : int or str
+        Of a block's arguments, the state.
     entered_head : bool
         Whether the present forward is past the blocks.
 
     Raises
     ------
     UnsplitError
-        If the forward does more between blocks than to hand on what they return.
+        If the forward does more between blocks than to hand on the one tensor that they return.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
-        self._model = model
-        self.path, self._whole = block_list(model)
-        owner, _, self._name = self.path.rpartition(".")
-        self._owner = model.get_submodule(owner)
-        self.blocks = list(self._whole)
-        self._stand_ins = nn.ModuleList(
-            _StandIn(block, partial(self._called, i)) for i, block in enumerate(self.blocks)
-        )
-        self._answer: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+        super().__init__(model)
         self.entered_head = False
-        self.keys: tuple[Key, ...] = ()
-        self._positions: tuple[int, ...] = ()
+        self.key: Key = 0
+        self._position = 0
         self._outputs: list[Any] = []
         self._watch(run)
 
@@ -127,82 +164,67 @@ class RecordedBlocks:
 
         def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if index != len(calls):
-                raise UnsplitError(self._model, f"block {index} ran where block {len(calls)} was due")
+                raise UnsplitError(self.model, f"block {index} ran where block {len(calls)} was due")
             calls.append((args, kwargs))
             if index == len(self.blocks) - 1:
                 raise Stop
-            states = self.states((args, kwargs))
-            if losing:
-                states = tree_map_only(Tensor, lambda state: torch.full_like(state, torch.nan), states)
-            return self._returned(index, states)
+            state = self.state((args, kwargs))
+            return self._returned(index, torch.full_like(state, torch.nan) if losing else state)
 
-        with self._replaced(record):
+        with self.replaced(record):
             try:
                 yield
             except Stop:
                 return
         raise UnsplitError(
-            self._model, f"its forward ended behind block {len(calls) - 1} of {len(self.blocks)}"
+            self.model, f"its forward ended behind block {len(calls) - 1} of {len(self.blocks)}"
         )
 
     @contextmanager
-    def returning(self, states: States) -> Iterator[None]:
-        """Let the last block return `states`, whatever the blocks are given."""
+    def returning(self, state: Tensor) -> Iterator[None]:
+        """Let the last block return `state`, whatever the blocks are given."""
+        self.entered_head = False
 
         def answer(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.entered_head:
-                raise UnsplitError(self._model, "its forward runs blocks more than once")
+                raise UnsplitError(self.model, "its forward runs blocks more than once")
             if index < len(self.blocks) - 1:
-                return self._returned(index, self.states((args, kwargs)))
+                return self._returned(index, self.state((args, kwargs)))
             self.entered_head = True
-            return self._returned(index, states)
+            return self._returned(index, state)
 
-        with self._replaced(answer):
+        with self.replaced(answer):
             yield
 
-    def states(self, call: Call) -> States:
-        """Return the states among a block's arguments."""
-        return tuple(argument(call, key) for key in self.keys)
+    def state(self, call: Call) -> Tensor:
+        """Return the state among a block's arguments."""
+        state: Tensor = argument(call, self.key)
+        return state
 
-    def returned(self, output: Any) -> States:
-        """Return the states in what a block returned."""
-        leaves = _listed(output)
-        return tuple(leaves[position] for position in self._positions)
+    def returned(self, output: Any) -> Tensor:
+        """Return the state in what a block returned."""
+        state: Tensor = output if isinstance(output, Tensor) else output[self._position]
+        return state
 
-    def _returned(self, index: int, states: States) -> Any:
-        """Return what a block with these states would return, the rest of it left out."""
+    def _returned(self, index: int, state: Tensor) -> Any:
+        """Return what a block with this state would return, the rest of it left out."""
         output = self._outputs[index]
         if output is None:  # a tensor alone
-            return states[0]
+            return state
         leaves: list[Any] = [None] * len(output)
-        for position, state in zip(self._positions, states, strict=True):
-            leaves[position] = state
+        leaves[self._position] = state
         return type(output)(leaves)
-
-    @contextmanager
-    def _replaced(self, answer: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-        modules = self._owner._modules
-        self._answer, self.entered_head = answer, False
-        modules[self._name] = self._stand_ins
-        try:
-            yield
-        finally:
-            modules[self._name] = self._whole
-            del self._answer  # and what it holds of a batch
-
-    def _called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._answer(index, args, kwargs)
 
     # -- how blocks are called ---------------------------------------------------------------------------------
 
     def _watch(self, run: Callable[[], object]) -> None:
-        """Run one forward, and note where states are; of blocks of one class one is computed."""
+        """Run one forward, and note where the state is; of blocks of one class one is computed."""
         calls: Calls = []
         of_classes: dict[type[nn.Module], Any] = {}
 
         def watch(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if index != len(calls):
-                raise UnsplitError(self._model, f"block {index} ran where block {len(calls)} was due")
+                raise UnsplitError(self.model, f"block {index} ran where block {len(calls)} was due")
             for value in (*args, *kwargs.values()):
                 self._refuse_shared(value)
             calls.append((args, kwargs))
@@ -211,24 +233,26 @@ class RecordedBlocks:
                 of_classes[kind] = self.blocks[index](*args, **kwargs)
             output = tree_map_only(Tensor, torch.clone, of_classes[kind])
             if not isinstance(output, Tensor | tuple | list) or type(output) not in (Tensor, tuple, list):
-                raise UnsplitError(self._model, f"its blocks return a {type(output).__name__}")
+                raise UnsplitError(self.model, f"its blocks return a {type(output).__name__}")
             self._outputs.append(output)
             if index == len(self.blocks) - 1:
                 raise Stop
             return output
 
-        with self._replaced(watch), suppress(Stop):
+        with self.replaced(watch), suppress(Stop):
             run()
         if len(calls) < len(self.blocks):
-            raise UnsplitError(self._model, f"its forward runs {len(calls)} of its {len(self.blocks)} blocks")
+            raise UnsplitError(self.model, f"its forward runs {len(calls)} of its {len(self.blocks)} blocks")
         handed = [_handed(self._outputs[i], calls[i + 1]) for i in range(len(calls) - 1)]
         if not handed:  # a single block: its first tensor
             handed = [{next(key for key, value in arguments(calls[0]) if isinstance(value, Tensor)): 0}]
         if not handed[0] or any(other != handed[0] for other in handed):
             raise UnsplitError(
-                self._model, "its forward does more between blocks than to hand on what they return"
+                self.model, "its forward does more between blocks than to hand on what they return"
             )
-        self.keys, self._positions = tuple(handed[0]), tuple(handed[0].values())
+        if len(handed[0]) > 1:
+            raise UnsplitError(self.model, "its blocks hand on more than one tensor")
+        ((self.key, self._position),) = handed[0].items()
         # Their form is all that is wanted from now on: tensors of every block would stay on the device.
         self._outputs = [tree_map_only(Tensor, lambda _: None, output) for output in self._outputs]
 
@@ -238,7 +262,7 @@ class RecordedBlocks:
         if is_filled_later or not all(
             leaf is None or isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)
         ):
-            raise UnsplitError(self._model, f"its blocks share a {type(value).__name__}")
+            raise UnsplitError(self.model, f"its blocks share a {type(value).__name__}")
 
 
 _PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, torch.Size, Enum)
@@ -269,11 +293,8 @@ def with_arguments(call: Call, values: Iterable[tuple[Key, Any]]) -> Call:
     return tuple(args), kwargs
 
 
-def _listed(output: Any) -> Sequence[Any]:
-    return (output,) if isinstance(output, Tensor) else output
-
-
 def _handed(output: Any, call: Call) -> dict[Key, int]:
     """Return which arguments of a call are leaves of what the block before returned, and which."""
-    positions = {id(leaf): i for i, leaf in enumerate(_listed(output)) if isinstance(leaf, Tensor)}
+    leaves = (output,) if isinstance(output, Tensor) else output
+    positions = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     return {key: positions[id(value)] for key, value in arguments(call) if id(value) in positions}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from costmodel.models.model_spec import HEAD
 from executors.low_bits.stored import Stored
 from executors.models.forward_runner import ForwardRunner
-from executors.models.halves import Handed, as_tensor
-from executors.models.model import Batch
+from executors.models.halves import as_tensor
+from executors.models.model import Batch, Handed
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
 from executors.ranks.whole_model import WholeModel

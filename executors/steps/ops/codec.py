@@ -16,7 +16,8 @@ from costmodel.formats.codecs import codec_spec
 from costmodel.models.model_spec import FRONT
 from executors.codecs import Quantised, codec_of, decode, messages_of
 from executors.codecs.container import length_of
-from executors.models.halves import Halfway, Handed, as_tensor
+from executors.models.halves import Halfway, as_tensor
+from executors.models.model import Handed
 from executors.randomness.rng import generator_on, mixed
 from executors.ranks.messages import LENGTH_BYTES, Packed, pack, stays_on, unpack
 from executors.steps.frames import MicroBatch, StepFrame

@@ -15,8 +15,8 @@ from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, block_index
 from executors.devices import staged_on
 from executors.low_bits.stored import DenseTensor, PerturbationStep
 from executors.models.batched import BatchedModel
-from executors.models.halves import Handed, as_tensor
-from executors.models.model import Batch
+from executors.models.halves import as_tensor
+from executors.models.model import Batch, Handed
 from executors.models.parameters import bind
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import divisor_of

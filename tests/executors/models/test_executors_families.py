@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from executors.models.blocks import UnsplitError
-from executors.models.model import SegmentedModel, UnsplitModel, in_segments
+from executors.models.model import SegmentedModel, SuspendedModel, UnsplitModel, in_segments
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import plan_of_model
 from executors.runs.session import Session
@@ -31,6 +32,9 @@ HARD = {
     "bamba": "recurrent and attention blocks in turn",
     "rwkv": "blocks hand on their recurrent state",
     "deepseek_v4": "several streams of hidden states",
+    "gemma4_text": "blocks take keys and values of blocks before",
+    "mllama": "blocks that text alone leaves out",
+    "prophetnet": "a state of other shape than the tokens",
 }
 """Families whose offloaded runs need something of their own."""
 
@@ -111,6 +115,7 @@ class Toy(nn.Module):
         self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=3))
         self.embed = nn.Embedding(96, 8)
         self.layers = nn.ModuleList(ToyBlock(self) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 96)
         self.unread = nn.Parameter(torch.ones(3))
 
@@ -121,7 +126,7 @@ class Toy(nn.Module):
         embedded = hidden = self.embed(input_ids)
         other, shared, first = None, [], None
         for _ in range(2 if self.does == "twice" else 1):
-            for layer in self.layers:
+            for layer in self.layers[: 2 if self.does == "left out" else 3]:
                 if self.does == "side":
                     other = embedded * 3
                 elif self.does == "older states":
@@ -135,6 +140,8 @@ class Toy(nn.Module):
                     hidden = hidden[0]
                 elif self.does == "between":
                     hidden = hidden * 0.5
+                elif self.does == "weights between":
+                    hidden = self.norm(hidden)
                 first = hidden if first is None else first
         if self.does == "skip":
             hidden = hidden + embedded
@@ -143,40 +150,52 @@ class Toy(nn.Module):
         return SimpleNamespace(logits=logits, loss=loss)
 
 
-@pytest.mark.parametrize("does", ["nothing", "tuples", "two states", "side"])
+RUNNERS = {
+    "nothing": (SegmentedModel, ""),
+    "tuples": (SegmentedModel, ""),
+    "two states": (SuspendedModel, "more than one tensor"),
+    "side": (SuspendedModel, "depends on weights"),
+    "between": (SuspendedModel, "more between blocks than to hand on"),
+    "shared list": (SuspendedModel, "share a list"),
+    "older states": (SuspendedModel, "takes more from the blocks before"),
+    "skip": (SuspendedModel, "head reads more"),
+    "left out": (SuspendedModel, "runs 2 of its 3 blocks"),
+    "weights between": (UnsplitModel, "reads weights between blocks"),
+    "twice": (UnsplitModel, "blocks more than once"),
+}
+"""What runs a toy, and what it says of one whose blocks are not run alone."""
+
+
+@pytest.mark.parametrize("does", RUNNERS)
 def test_segments_of_a_toy_are_its_forward(does):
-    model, (batch,) = Toy(does), batches(1)
-    segmented = SegmentedModel(model)
+    (kind, reason), model, (batch,) = RUNNERS[does], Toy(does), batches(1)
+    segmented = in_segments(model)
+    assert type(segmented) is kind
+    if reason:
+        assert reason in str(segmented.reason)
     with torch.no_grad():
         cache = StepCache()
         for change in (0.0, 0.5):  # what depends on weights is not taken from the point before
             model.embed.weight.data += change
-            handed = segmented.embed(batch, cache)
-            for i in range(3):
-                handed = segmented.block(i, handed, cache)
-            assert torch.equal(segmented.head(handed, batch), model(**batch).loss)
-    assert segmented.segments == ("embed", "block.0", "block.1", "block.2", "head")
+            # Two forwards at once, as the two signs of a step are.
+            forwards = [segmented.embed(batch, cache) for _ in range(2)]
+            for i in range(len(segmented.blocks)):
+                forwards = [segmented.block(i, handed, cache) for handed in forwards]
+            for handed in forwards:
+                assert torch.equal(segmented.head(handed, batch), model(**batch).loss)
+    blocks = {group.segments for group in segmented.param_groups} - {("embed",), ("head",)}
+    assert blocks == (set() if kind is UnsplitModel else {(f"block.{i}",) for i in range(3)})
 
 
-REASONS = {
-    "between": "more between blocks than to hand on",
-    "twice": "blocks more than once",
-    "shared list": "share a list",
-    "older states": "takes more from the blocks before",
-    "skip": "head reads more",
-}
-
-
-@pytest.mark.parametrize("does", REASONS)
-def test_a_toy_that_does_more_between_its_blocks_is_one_segment(does):
-    model, (batch,) = Toy(does), batches(1)
-    with pytest.raises(UnsplitError, match=REASONS[does]):
-        SegmentedModel(model)
-    whole = in_segments(model)
-    with torch.no_grad():
-        handed = whole.embed(batch, None)
-        assert torch.equal(whole.head(whole.block(0, handed, None), batch), model(**batch).loss)
-    assert [group.segments for group in whole.param_groups] == [("head",)]
+def test_a_forward_that_is_dropped_halfway_ends():
+    model, (batch,) = Toy("between"), batches(1)
+    segmented, before = in_segments(model), threading.active_count()
+    handed = segmented.block(0, segmented.embed(batch, StepCache()), StepCache())
+    assert threading.active_count() == before + 1
+    (thread,) = [one for one in threading.enumerate() if one.daemon][-1:]
+    del handed
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_a_model_whose_own_forward_fails_is_refused_in_its_words():

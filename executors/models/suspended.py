@@ -1,0 +1,111 @@
+"""A model's own forward that is suspended wherever it calls a block.
+
+It runs in a thread of its own, which waits at every block until that has been run. Whatever the forward does around its
+blocks, tensors that they share and those that it keeps from before them included, is then the model's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from executors.models.blocks import UnsplitError
+from executors.models.recording_blocks import BlockStandIns, Call, Stop
+
+
+class SuspendedForward:
+    """A forward that goes on as its blocks are run, one after the other.
+
+    Parameters
+    ----------
+    stand_ins : BlockStandIns
+        Of the model.
+    forward : callable
+        Runs it.
+    device : torch.device
+        Where it computes.
+
+    Notes
+    -----
+    The thread and its caller never run at the same time. A forward that nobody holds any longer ends.
+    """
+
+    def __init__(self, stand_ins: BlockStandIns, forward: Callable[[], Any], device: torch.device) -> None:
+        self._stand_ins, self._device = stand_ins, device
+        self._resumed: SimpleQueue[Any] = SimpleQueue()
+        self._reached: SimpleQueue[Any] = SimpleQueue()
+        self._due: tuple[int, Call] | None = None
+        self._output: Any = None
+        self._result: Any = None
+        weakref.finalize(self, self._resumed.put, None)
+        channels = self._resumed, self._reached, torch.is_grad_enabled()
+        Thread(target=_run, args=(forward, *channels), daemon=True).start()
+        self._go_on()
+
+    def run_block(self, index: int) -> None:
+        """Run block `index`, which the forward calls next."""
+        self._go_on()
+        number, (args, kwargs) = self._due or (None, ((), {}))
+        if number != index:
+            raise UnsplitError(self._stand_ins.model, f"block {number} ran where block {index} was due")
+        self._output = self._stand_ins.blocks[index](*args, **kwargs)
+        self._due = None
+
+    def finish(self) -> Any:
+        """Return what the forward returns behind its blocks."""
+        self._go_on()
+        if self._due is not None:
+            raise UnsplitError(self._stand_ins.model, "its forward runs blocks more than once")
+        return self._result
+
+    def _go_on(self) -> None:
+        """Let the forward run to its next block, or to its end."""
+        if self._due is not None or self._result is not None:
+            return
+        resumed, reached = self._resumed, self._reached  # the thread must not hold the forward itself
+
+        def answer(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            reached.put((index, (args, kwargs)))
+            del args, kwargs  # not kept while the block runs
+            return _taken(resumed)
+
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        with self._stand_ins.replaced(answer):
+            resumed.put((stream, self._output))
+            self._output = None
+            outcome = reached.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        index, value = outcome
+        if index is None:
+            self._result = value
+        else:
+            self._due = outcome
+
+
+def _taken(resumed: SimpleQueue[Any]) -> Any:
+    """Wait until the forward is to go on, and return what the block returned."""
+    if (given := resumed.get()) is None:
+        raise Stop
+    stream, output = given
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+    return output
+
+
+def _run(
+    forward: Callable[[], Any], resumed: SimpleQueue[Any], reached: SimpleQueue[Any], needs_grad: bool
+) -> None:
+    try:
+        _taken(resumed)
+        with torch.set_grad_enabled(needs_grad):
+            reached.put((None, forward()))
+    except Stop:
+        return
+    except BaseException as error:  # noqa: BLE001 - the caller raises it
+        reached.put(error)
