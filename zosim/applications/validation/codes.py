@@ -7,10 +7,12 @@ stands here, by the name in a row's `code`, and nowhere in the cost model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from costmodel.models.recipes import TrainingRecipe
+from costmodel.models.training import CodeHabits, Sharding
 from costmodel.rates.profile import Constant, Profile
 from costmodel.work import AttentionKernel
 
@@ -38,6 +40,10 @@ class SystemCode:
         Rate of these products beside that of a library's.
     fuses_passes : bool
         Whether norms, rotations, activations and additions are a kernel each, or part of a product.
+    habits : CodeHabits
+        What it keeps in first-order runs by recipe.
+    uses_deepspeed : bool
+        Whether its scripts run DeepSpeed for quantized weights and for master weights, on one device, too.
     host_s : mapping of str to float
         Constants of the host that are its own, with their sources in this module's comments.
     """
@@ -52,6 +58,17 @@ class SystemCode:
     cpu_rate: float = 1.0
     fuses_passes: bool = False
     host_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    habits: CodeHabits = field(default_factory=CodeHabits)
+    uses_deepspeed: bool = False
+
+    def training(self, recipe: TrainingRecipe, sharding: Sharding) -> CodeHabits:
+        """Return what this code keeps in a first-order run of a recipe."""
+        by_choice = self.uses_deepspeed and (recipe.is_quantized or recipe.master_bytes > 0)
+        if not by_choice and not sharding.startswith("zero"):
+            return self.habits
+        # DeepSpeed's wrapper leaves out autocast, so that the loss has the format of the model.
+        narrow = recipe.is_quantized or sharding == "zero-3"
+        return replace(self.habits, widens_gradients=True, narrow_loss=narrow)
 
     def profile(self, profile: Profile) -> Profile:
         """Return a device's profile with the host's constants of this code."""
@@ -90,6 +107,16 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
             host_s={"call_s.block": 0.92e-3, "instruction_s": 0.0},
             fuses_softmax=True,
         ),
+        # Trainers of first-order recipes. ms-swift computes the accuracy of tokens from logits, so that these and their shifted
+        # copy stay. litgpt accumulates under FSDP's no_sync, and drops out adapters' inputs. torchtune compiles its norms.
+        "ms-swift": SystemCode(habits=CodeHabits(num_loss_tensors=5)),
+        "litgpt": SystemCode(habits=CodeHabits(whole_gradients=True, drops_inputs=True)),
+        **dict.fromkeys(("torchtune", "torchtune+compile"), SystemCode(habits=CodeHabits(fuses_norms=True))),
+        **dict.fromkeys(
+            ("fms-acceleration", "peft", "lora_lab", "colossalai-gemini"),
+            SystemCode(),
+        ),
+        **dict.fromkeys(("qwen-finetune", "deepspeed"), SystemCode(uses_deepspeed=True)),
         # Frameworks with kernels of their own.
         "tensorrt-llm": SystemCode(fuses_passes=True),
         **dict.fromkeys(("ik_llama.cpp", "llamafile"), SystemCode(widens_half=True, fuses_passes=True)),

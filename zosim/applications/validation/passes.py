@@ -15,7 +15,7 @@ from costmodel.work import Work
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.models import model_of
-from zosim.applications.validation.rows import Forecast, MeasuredRow
+from zosim.applications.validation.rows import Forecast, MeasuredRow, Unpredictable
 from zosim.applications.validation.steps import attention_of
 
 
@@ -57,6 +57,53 @@ def streamed_generation(row: MeasuredRow, measured_machine: MeasuredMachine) -> 
         return passed_s.pop(0) + _summed(passed_s)
 
     return bounded(seconds)
+
+
+def moe_forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
+    """Return the tokens a second of passes through a mixture of experts whose weights lie in host memory.
+
+    Raises
+    ------
+    RowsError
+        If a cell that it needs is empty, or no number.
+    Unpredictable
+        If its quantity is none that is predicted, or the host has no space for a single sequence.
+    """
+    batch = row.count("batch") if row["batch"] else _fitting_batch(row, measured_machine)
+    filled = MeasuredRow({**row.fields, "batch": str(batch)}, row.where)
+    tokens = {
+        "tokens_per_s": batch * row.count("seq"),
+        "generated_tokens_per_s": batch * row.count_or("generated_tokens", 1),
+    }.get(row["quantity"])
+    if tokens is None:
+        raise Unpredictable(f"quantity {row['quantity']!r} must be tokens_per_s or generated_tokens_per_s")
+    seconds = streamed_generation(filled, measured_machine)
+    times = row.count_or("accumulation", 1)
+    low, high = _STREAMED_SPREAD
+    rate = tokens / seconds.predicted
+    return Forecast(
+        times * rate,
+        times * min(low * rate, tokens / seconds.high),
+        times * max(high * rate, tokens / seconds.low),
+    )
+
+
+_STREAMED_SPREAD = (0.48, 1.3)
+"""Engines move weights slower than one large copy, and published rates leave out what hides behind it."""
+
+
+def _fitting_batch(row: MeasuredRow, measured_machine: MeasuredMachine) -> int:
+    """Return how many sequences' keys and values the host holds beside the weights."""
+    model, width = model_of(row), FORMATS[row.dtype].element_bytes
+    topology = measured_machine.topology
+    there = topology.host_of(measured_machine.devices[0]).memory_bytes
+    heads = model.num_key_value_heads * (model.head_dim + model.value_dim)
+    each = model.latent.key_value_rank if model.latent else heads
+    length = row.count("seq") + row.count_or("generated_tokens", 1)
+    batch = (there - model.num_parameters * width) // (model.num_blocks * each * width * length)
+    if batch < 1:
+        raise Unpredictable("batch is empty, and the host has no space for a sequence beside the weights")
+    return batch
 
 
 _NUM_SAMPLED = 17

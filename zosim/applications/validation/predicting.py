@@ -9,7 +9,7 @@ from costmodel.devices.collectives import COLLECTIVES
 from costmodel.devices.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
-from zosim.applications.validation import kernels, links, passes, steps
+from zosim.applications.validation import first_order, kernels, links, passes, steps
 from zosim.applications.validation.codes import CODES
 from zosim.applications.validation.measured_machines import MeasuredMachine, MeasuredMachines
 from zosim.applications.validation.models import likeness
@@ -17,6 +17,11 @@ from zosim.applications.validation.rows import Forecast, MeasuredRow
 from zosim.applications.validation.tables import RowsError
 
 Predictor = Callable[[MeasuredRow, MeasuredMachine], Forecast]
+
+
+def _first_order_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
+    """Return the bytes of a run of a recipe, or of a step that a row describes by its optimizer."""
+    return (first_order.memory if row["recipe"] else steps.first_order_memory)(row, measured_machine)
 
 
 PREDICTORS: dict[str, Predictor] = {
@@ -30,7 +35,10 @@ PREDICTORS: dict[str, Predictor] = {
     "device_memory": steps.device_memory,
     "host_memory": steps.host_memory,
     "first_order_step": steps.first_order_step,
-    "first_order_memory": steps.first_order_memory,
+    "first_order_memory": _first_order_memory,
+    "first_order_fits": first_order.fits,
+    "moe_forward": passes.moe_forward,
+    "first_order_throughput": first_order.throughput,
 }
 """By the kind of a row."""
 

@@ -94,6 +94,11 @@ class MeasuredRow(TableRow):
             raise Unpredictable(f"dtype {self['dtype']!r} must be one of {', '.join(COMPUTE_FORMATS)}")
         return known
 
+    @property
+    def adapter_dtype(self) -> DType:
+        """Format of adapters: float32 where the cell is empty, as PEFT makes them."""
+        return MeasuredRow({"dtype": self["adapter_dtype"] or "float32"}, self.where).dtype
+
     def count_or(self, column: str, default: int) -> int:
         """Return a whole number, `default` where the cell is empty."""
         return self.count(column) if self[column] else default
@@ -159,13 +164,13 @@ class Verdicts:
     Attributes
     ----------
     num, num_right : int
-    num_said_to_fit : int
+    num_wrongly_fitting : int
         Runs that ran out of memory and were predicted to fit.
     """
 
     num: int = 0
     num_right: int = 0
-    num_said_to_fit: int = 0
+    num_wrongly_fitting: int = 0
 
     @classmethod
     def of(cls, outcomes: Iterable[tuple[MeasuredRow, Outcome]]) -> Verdicts:
@@ -177,16 +182,16 @@ class Verdicts:
         ]
         return cls(
             len(pairs),
-            sum(fitted == said for fitted, said in pairs),
-            sum(not fitted and bool(said) for fitted, said in pairs),
+            sum(fitted == foreseen for fitted, foreseen in pairs),
+            sum(not fitted and bool(foreseen) for fitted, foreseen in pairs),
         )
 
     def to_data(self) -> dict[str, int]:
         """Return them as JSON has them."""
-        return {"rows": self.num, "right": self.num_right, "wrongly_fits": self.num_said_to_fit}
+        return {"rows": self.num, "right": self.num_right, "wrongly_fits": self.num_wrongly_fitting}
 
     def __str__(self) -> str:
-        wrong = f"; {self.num_said_to_fit} that ran out of memory predicted to fit"
+        wrong = f"; {self.num_wrongly_fitting} that ran out of memory predicted to fit"
         return f"whether runs fit: {self.num_right} of {self.num} right{wrong}"
 
 
