@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from costmodel.param_passes import copy_work
-
 from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
 from costmodel.models.backward import backward_work
 from costmodel.models.forward import forward_work
 from costmodel.models.model_spec import EMBED, HEAD
 from costmodel.models.training import TrainingRun
+from costmodel.param_passes import copy_work
 from costmodel.rates.profile import Bound, Profile
 from costmodel.work import Matmul, Work
 from topology.graph import Topology
