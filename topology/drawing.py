@@ -67,7 +67,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class Layout:
     """Where nodes stand, how wide they are, and the boxes of the hosts as (x, y, width, height)."""
 
     positions: dict[str, tuple[float, float]]
@@ -93,7 +93,7 @@ def draw(topology: Topology, path: str | Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
-    layout = _arrange(topology)
+    layout = arrange(topology)
     xs, ys = zip(*layout.positions.values(), strict=True)
     left, right, top = min(xs) - 1.5, max(xs) + 1.5, max(ys) + 1.7
     # Arcs between GPUs reach below the lowest row, to where their host's box ends; the legend stands below all of it.
@@ -123,9 +123,9 @@ def _save(picture: Picture, file: Path) -> None:
         raise TopologyError(message) from error
 
 
-def _arrange(topology: Topology) -> _Drawing:
+def arrange(topology: Topology) -> Layout:
     """Place each host's nodes in rows by type, hosts side by side, networks below as bars."""
-    layout = _Drawing({}, {}, {})
+    layout = Layout({}, {}, {})
     offset = 0.0
     for host in topology.hosts:
         rows = _rows(topology, [node for node in topology.nodes if node.host == host.id])
@@ -196,7 +196,7 @@ def _write(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
     axes.text(x, y, one_line(text), parse_math=False, **style)
 
 
-def _draw_hosts(axes: Axes, topology: Topology, layout: _Drawing) -> None:
+def _draw_hosts(axes: Axes, topology: Topology, layout: Layout) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     for host in topology.hosts:
@@ -236,7 +236,7 @@ def _detail(node: Node) -> str:
     return node.label or {"pcie_root": "PCIe root", "pcie_switch": "PCIe switch"}.get(node.type, "")
 
 
-def _draw_links(axes: Axes, topology: Topology, layout: _Drawing) -> None:
+def _draw_links(axes: Axes, topology: Topology, layout: Layout) -> None:
     # In a wide row one label stands for all links of a type; alone, each link has its own.
     crowded = Counter((link.type.name, _depths(link, layout)) for link in topology.links)
     labelled: set[object] = set()
@@ -251,12 +251,12 @@ def _draw_links(axes: Axes, topology: Topology, layout: _Drawing) -> None:
             _draw_line(axes, link, layout, wanted and math.isfinite(link.bandwidth_bytes_per_s))
 
 
-def _depths(link: Link, layout: _Drawing) -> tuple[float, float]:
+def _depths(link: Link, layout: Layout) -> tuple[float, float]:
     low, high = sorted(layout.positions[end][1] for end in (link.source, link.target))
     return low, high
 
 
-def _draw_line(axes: Axes, link: Link, layout: _Drawing, labelled: bool) -> None:
+def _draw_line(axes: Axes, link: Link, layout: Layout, labelled: bool) -> None:
     (x0, y0), (x1, y1) = layout.positions[link.source], layout.positions[link.target]
     at = 0.5
     # A bar is met straight above or below the other end, and its links are labelled next to it.
@@ -269,7 +269,7 @@ def _draw_line(axes: Axes, link: Link, layout: _Drawing, labelled: bool) -> None
         _label(axes, link, x0 + at * (x1 - x0), y0 + at * (y1 - y0))
 
 
-def _draw_arc(axes: Axes, link: Link, layout: _Drawing) -> None:
+def _draw_arc(axes: Axes, link: Link, layout: Layout) -> None:
     """A link between two GPUs of a row, as an arc below them whose depth grows with their distance."""
     import numpy as np
 

@@ -1,6 +1,6 @@
 """Plan, simulate and run zeroth-order fine-tuning of large language models.
 
-Six functions do what the commands of their names do, with the same options::
+Seven functions do what the commands of their names do, with the same options::
 
     import zosim
 
@@ -8,6 +8,7 @@ Six functions do what the commands of their names do, with the same options::
     zosim.simulate(decision)  # step time and memory of a plan, event by event
     zosim.run(decision, model="path/to/opt-13b", data="train.jsonl", steps=100, out="runs/first")
     zosim.compare("runs/first")  # what was predicted beside what was measured
+    zosim.write_report(decision, "runs/first", output="report.html")  # both as one page, with charts
     zosim.buy("opt-66b", budget="500 USD")  # which machine, and what would change the answer
     zosim.sweep("configurations.csv")  # many configurations planned, and kept in a database
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from zosim.api import simulate as simulate
     from zosim.applications.buying.answer import buy as buy
     from zosim.applications.closed_form import step_time_bound as step_time_bound
+    from zosim.applications.html_report.command import write_report as write_report
     from zosim.applications.sweep.sweeping import sweep as sweep
     from zosim.applications.trace import save_trace as save_trace
     from zosim.hardware.machine import Machine as Machine

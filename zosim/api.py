@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zosim.planning.planner import Decision
     from zosim.planning.predict import PlannedRun
     from zosim.planning.views import PlanComparison
+    from zosim.timeline import Timeline
 
 # Each function imports what it works with: a command's help page, which takes its options from here, needs none of it.
 
@@ -207,7 +208,6 @@ def compare(
     ZosimError
         If there is no such run, or it has no such rank.
     """
-    from zosim.analysis.compare import compare as compare_timelines
     from zosim.analysis.compare import slowest_rank
     from zosim.timeline import Timeline
 
@@ -225,25 +225,38 @@ def compare(
             hint="`zosim run --out DIR` writes one; to compare two plans, name both files",
         )
     refuse_irregular_run(directory, TimelineError)
-    ran = directory / "program.json"
-    planned = simulate(
-        plan_of_run(directory) if plan is None else plan,
-        hardware,
-        profile=profile,
-        threads=threads,
-        program=ran if ran.exists() else None,
-    )
+    planned = planned_run_of(directory, plan, hardware=hardware, profile=profile, threads=threads)
     measured = Timeline.load(directory / "timeline.json")
     chosen = slowest_rank(measured) if rank is None else rank
     if chosen not in measured.ranks:
         ranks = ", ".join(map(str, measured.ranks))
         raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
-    predicted = planned.timeline_of(chosen)
+    return compared(planned, measured, chosen)
+
+
+def planned_run_of(directory: Path, plan: Plan | PathOrText = None, **where: Any) -> PlannedRun:
+    """Return what a run was planned to do: its own plan, or the one given, and the programs that it ran.
+
+    Raises
+    ------
+    ZosimError
+        As of :func:`simulate`, which has the same keywords.
+    """
+    ran = directory / "program.json"
+    return simulate(
+        plan_of_run(directory) if plan is None else plan, program=ran if ran.exists() else None, **where
+    )
+
+
+def compared(planned: PlannedRun, measured: Timeline, rank: int) -> Comparison:
+    """Return a rank's measured timeline held against its prediction."""
+    from zosim.analysis.compare import compare as compare_timelines
+
     return compare_timelines(
-        predicted,
+        planned.timeline_of(rank),
         measured,
-        planned.programs.program_of(chosen),
-        chosen,
+        planned.programs.program_of(rank),
+        rank,
         planned.at_slowdown_of(measured),
         planned.plan.tokens_per_step,
     )

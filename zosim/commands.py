@@ -15,7 +15,7 @@ from zosim import api
 from zosim.applications.first_order.options import FirstOrderName, first_order_of
 from zosim.applications.first_order.settings import FirstOrder
 from zosim.console import emit, stderr
-from zosim.options import Json, PlanFile, options_of, with_settings
+from zosim.options import Json, PlanFile, ReportFile, options_of, with_settings
 from zosim.report import Report
 
 
@@ -25,6 +25,7 @@ def plan(
         Path | None,
         typer.Option("--output", "-o", help="File to write the chosen plan to.", rich_help_panel="Output"),
     ] = None,
+    report: ReportFile = None,
     as_json: Json = False,
     **requested: Any,
 ) -> None:
@@ -39,6 +40,10 @@ def plan(
     if output is not None:
         decision.plan.save(output)
         stderr.print(f"wrote {output}")
+    if report is not None:
+        from zosim.applications.html_report.command import write_report
+
+        stderr.print(f"wrote {write_report(decision, output=report)}")
     emit(decision_data(decision), json=as_json, text=decision_view(decision))
 
 
@@ -204,6 +209,7 @@ def compare(
             help="Directory of a run, or a second plan file, to compare with the plan.", show_default=False
         ),
     ] = None,
+    report: ReportFile = None,
     as_json: Json = False,
     **requested: Any,
 ) -> None:
@@ -213,4 +219,10 @@ def compare(
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
     comparison = api.compare(run, plan_file, **requested)
+    if report is not None:
+        from zosim.applications.html_report.command import write_report
+
+        sources = (run,) if plan_file is None else (plan_file, run)
+        where = {name: requested.get(name) for name in ("hardware", "profile", "threads")}
+        stderr.print(f"wrote {write_report(*sources, output=report, **where)}")
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)

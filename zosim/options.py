@@ -134,6 +134,14 @@ HelpAll = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.", rich_help_panel="Output")]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        help="HTML file to write a report with charts to.",
+        rich_help_panel="Output",
+    ),
+]
 
 
 def axis(kind: type[_Model], **fields: object) -> _Model:

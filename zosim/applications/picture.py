@@ -26,7 +26,7 @@ COLOURS: Final = MappingProxyType(
         "update": "#009e73",
     }
 )
-_OTHERS: Final = ("#f0e442", "#4d4d4d", "#b3b3b3", "#7f5539", "#cccccc")
+OTHER_COLOURS: Final = ("#f0e442", "#4d4d4d", "#b3b3b3", "#7f5539", "#cccccc")
 # A name is written where it fits: in inches of a bar for each of its letters.
 _INCHES_A_LETTER = 0.06
 _WIDTH_INCHES, _ROW_INCHES = 10.0, 0.38
@@ -69,7 +69,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
             message, hint=f"at most {MOST_ROWS} rows fit; --trace writes any number for Perfetto"
         )
     labels = sorted({span.label for span in shown}, key=lambda label: order.get(label, len(order)))
-    spare = iter(_OTHERS * len(labels))
+    spare = iter(OTHER_COLOURS * len(labels))
     colours = {label: COLOURS.get(label) or next(spare) for label in labels}
 
     import matplotlib as mpl

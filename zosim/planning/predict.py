@@ -329,6 +329,22 @@ class PlannedRun:
 
 def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: float) -> Iterable[Contention]:
     """Return how busy ranks keep what they share, the busiest first."""
+    shared = [
+        Contention(name, tuple(by_rank), sum(by_rank.values()) / step_time_s)
+        for name, by_rank in _busy_s(programs, machines).items()
+        if len(by_rank) > 1
+    ]
+    return sorted(shared, key=lambda item: -item.share)
+
+
+def busy_shares(planned: PlannedRun) -> dict[str, float]:
+    """Return the share of a step for which each resource would be busy if it served its ranks one after the other."""
+    busy_s = _busy_s(planned.programs, planned.machines)
+    return {name: sum(by_rank.values()) / planned.step_time_s for name, by_rank in busy_s.items()}
+
+
+def _busy_s(programs: ProgramSet, machines: Sequence[Machine]) -> Mapping[str, Mapping[int, float]]:
+    """Return the seconds of a step for which each rank keeps each resource busy, by resource and rank."""
     loads: dict[tuple[int, object], list[float]] = {}
     busy_s: dict[str, dict[int, float]] = defaultdict(dict)
     for rank, (role, machine) in enumerate(zip(programs.roles, machines, strict=True)):
@@ -343,9 +359,4 @@ def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: f
         for amount, (name, capacity) in zip(loads[key], machine.capacities.items(), strict=True):
             if amount:
                 busy_s[name][rank] = amount / capacity
-    shared = [
-        Contention(name, tuple(by_rank), sum(by_rank.values()) / step_time_s)
-        for name, by_rank in busy_s.items()
-        if len(by_rank) > 1
-    ]
-    return sorted(shared, key=lambda item: -item.share)
+    return busy_s

@@ -1,0 +1,241 @@
+"""From plans and runs to a page: sentences first, then why, timelines, memory, links, curves, and the numbers of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from topology.units import format_bytes, format_seconds
+from zosim.analysis.critical_path import step_path
+from zosim.applications.html_report.charts import Chart, curve_chart, memory_chart
+from zosim.applications.html_report.columns import timeline_columns
+from zosim.applications.html_report.inputs import Reported
+from zosim.applications.html_report.page import Illustration, ReportPage
+from zosim.applications.html_report.pictures import chart_svg, scatter_svg, timeline_svg, topology_svg
+from zosim.planning.planner import Decision
+from zosim.planning.predict import PlannedRun, busy_shares
+from zosim.planning.views import PlanComparison, decision_view, simulation_view
+from zosim.program.instructions import Space
+from zosim.report import Report, Table
+from zosim.timeline import Timeline
+
+# More spans of a prediction than these show nothing that fewer do not.
+_MOST_PREDICTED_SPANS = 20_000
+_MOST_ROWS = 40
+
+
+def page_of(reported: Sequence[Reported], decision: Decision | None = None, title: str = "") -> ReportPage:
+    """Return the page of plans and runs.
+
+    Parameters
+    ----------
+    reported : sequence of Reported
+    decision : Decision, optional
+        Of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
+    title : str, optional
+        By default their names.
+
+    Raises
+    ------
+    ZosimError
+        If a run's files are damaged or of another program.
+    """
+    several = len(reported) > 1
+    page = ReportPage(
+        title or " and ".join(item.name for item in reported),
+        [sentence for item in reported for sentence in _answer(item, several)],
+    )
+    if decision is not None:
+        page.parts.append(Report("Why this plan", *decision_view(decision).parts))
+        page.parts += _front(decision)
+    for item in reported[1:]:
+        if item.planned.plan != reported[0].planned.plan:
+            table = PlanComparison(reported[0].planned, item.planned).table()
+            page.parts.append(Report(f"{item.name} against {reported[0].name}", table))
+    for item in reported:
+        if item.comparison is not None:
+            heading = f"{item.name}: predicted and measured" if several else "Predicted and measured"
+            page.parts.append(Report(heading, item.comparison.report()))
+    _add_timelines(page, reported)
+    for number, item in enumerate(reported):
+        if several or decision is None:
+            page.parts.append(
+                Report(f"{item.name}: prediction" if several else "Prediction", simulation_view(item.planned))
+            )
+        page.parts.append(_links(item, several))
+        _add_curves(page, item, number)
+    return page
+
+
+def _answer(item: Reported, several: bool) -> Iterator[str]:
+    planned, prediction = item.planned, item.planned.prediction
+    plan, taken = planned.plan, prediction.footprints
+    name = f"{item.name}: " if several else ""
+    yield (
+        f"{name}{plan.model.describe()} on {plan.placement.topology}, {plan.describe()}: a step of {plan.tokens_per_step:,} tokens is predicted to take "
+        f"{prediction.interval}, with {format_bytes(taken.largest.device_bytes)} on the fullest device and "
+        f"{format_bytes(taken.fullest.size_bytes)} of host memory."
+    )
+    limit = prediction.bottleneck
+    yield f"{name}It is limited by {limit.description}: {limit.share:.0%} of the critical path."
+    comparison = item.comparison
+    if comparison is not None:
+        error = comparison.step_error
+        yield (
+            f"{name}Measured, a step takes {format_seconds(comparison.measured_step_s)}"
+            + ("." if error is None else f"; the prediction is off by {error:+.1%}.")
+        )
+    if item.steps:
+        losses = [row.get("loss_plus") for row in item.steps]
+        yield f"{name}Loss {losses[0]:.4g} in the first of {1 + item.steps[-1].get('step', 0)} steps, {losses[-1]:.4g} in the last."
+
+
+def _front(decision: Decision) -> Iterator[Illustration]:
+    """Yield step time against device memory of all that fit."""
+    candidates = (decision.chosen, *decision.others)
+    points = [
+        (
+            candidate.describe(),
+            candidate.footprints.largest.device_bytes,
+            candidate.seconds,
+            candidate is decision.chosen,
+        )
+        for candidate in candidates
+    ]
+    if len(points) < 2:
+        return
+    front = [
+        each for each in points if not any(o[1] <= each[1] and o[2] <= each[2] and o != each for o in points)
+    ]
+    rows = [(name, format_bytes(size), format_seconds(s)) for name, size, s, _ in front[:_MOST_ROWS]]
+    table = Table(
+        ("placement", "device memory", "step"),
+        rows,
+        title="none is better in both",
+        numeric=("device memory", "step"),
+    )
+    yield Illustration(
+        "",
+        "Step time and device memory of all plans that fit",
+        scatter_svg(points, "device memory", "step time"),
+        Report("", table),
+    )
+
+
+def _add_timelines(page: ReportPage, reported: Sequence[Reported]) -> None:
+    shown: dict[str, tuple[Timeline, PlannedRun, int]] = {}
+    for item in reported:
+        name = f"{item.name}, " if len(reported) > 1 else ""
+        predicted = item.planned.timeline_of(item.rank)
+        if item.measured is not None and len(predicted.spans) < _MOST_PREDICTED_SPANS:
+            # As many steps as were measured, while they are few enough to look at.
+            per_step = max(1, len(predicted.spans) // max(1, len(predicted.listed_steps)))
+            num_steps = min(item.measured.num_steps, _MOST_PREDICTED_SPANS // per_step)
+            rank = None if item.rank in item.planned.timeline.ranks else item.rank
+            predicted = item.planned.simulated(num_steps=max(1, num_steps), rank=rank).expanded()
+        shown[f"{name}predicted"] = predicted, item.planned, item.rank
+        if item.measured is not None:
+            shown[f"{name}measured"] = item.measured, item.planned, item.rank
+    timelines = {name: timeline for name, (timeline, _, _) in shown.items()}
+    page.step_s = max(timeline.step_time_s for timeline in timelines.values())
+    page.timelines += [
+        timeline_columns(timeline, planned, name) for name, (timeline, planned, _) in shown.items()
+    ]
+    seconds = {name: timeline.seconds_by_label(rank) for name, (timeline, _, rank) in shown.items()}
+    labels = dict.fromkeys(label for by_label in seconds.values() for label in by_label)
+    rows = [
+        (label, *(format_seconds(each[label]) if label in each else "" for each in seconds.values()))
+        for label in labels
+    ]
+    tables = [
+        Table(("busy in a step", *seconds), rows, numeric=tuple(seconds), title="of the rank that ends last"),
+        *(_path_table(timeline, planned, rank, name) for name, (timeline, planned, rank) in shown.items()),
+    ]
+    page.parts.append(Illustration("timeline", "Timeline", timeline_svg(timelines), Report("", *tables)))
+    for name, (timeline, _, rank) in shown.items():
+        for space in Space:
+            root = f"memory-{len(page.memory)}"
+            chart = memory_chart(timeline, space, rank, root, name)
+            if chart is None:
+                continue
+            page.memory.append(chart)
+            peak = timeline.peak_memory(space, rank)
+            at_peak = [(role, format_bytes(size)) for role, size in peak.components.items()]
+            table = Table(
+                ("at the peak", "bytes"),
+                [*at_peak, ("in all", format_bytes(peak.size_bytes))],
+                numeric=("bytes",),
+            )
+            page.parts.append(_figure(chart, Report("", table)))
+
+
+def _path_table(timeline: Timeline, planned: PlannedRun, rank: int, name: str) -> Table:
+    path = step_path(timeline, planned.programs.program_of(rank), rank)
+    by_label: dict[str, float] = {}
+    for segment in path.segments:
+        by_label[segment.label] = by_label.get(segment.label, 0.0) + segment.duration_s
+    rows = [
+        (label, format_seconds(s / max(1, path.num_steps)), f"{s / path.duration_s:.0%}")
+        for label, s in sorted(by_label.items(), key=lambda item: -item[1])
+    ]
+    columns = ("critical path", "in a step", "share")
+    return Table(columns, rows, numeric=columns[1:], title=name)
+
+
+def _links(item: Reported, several: bool) -> Illustration:
+    """Return the machine with how busy the plan keeps each link, the busiest in a table."""
+    busy = busy_shares(item.planned)
+    rows = [
+        (resource, f"{share:.1%}")
+        for resource, share in sorted(busy.items(), key=lambda pair: -pair[1])[:_MOST_ROWS]
+        if share
+    ]
+    title = f"{item.name}: hardware" if several else "Hardware, and how busy each link is"
+    table = Table(
+        ("resource", "busy"), rows, numeric=("busy",), title="share of a step, if served one after the other"
+    )
+    return Illustration("", title, topology_svg(item.planned.topology, busy), Report("", table))
+
+
+def _add_curves(page: ReportPage, item: Reported, number: int) -> None:
+    for name, title, columns in (
+        ("loss", "Loss at each evaluation point", _by_perturbation(item.steps, ("loss_plus", "loss_minus"))),
+        ("gradient", "Projected gradient", _by_perturbation(item.steps, ("projected_grad",))),
+        ("evaluation", "Evaluations", _metrics(item.metrics)),
+    ):
+        drawn = {label: points for label, points in columns.items() if points}
+        if not drawn:
+            continue
+        chart = curve_chart(f"{name}-{number}", f"{item.name}: {title}", drawn)
+        page.curves.append(chart)
+        steps = chart.columns[0]
+        every = max(1, len(steps) // _MOST_ROWS)
+        rows = [
+            tuple("" if value is None else f"{value:.6g}" for value in row)
+            for row in list(zip(*chart.columns, strict=True))[::every]
+        ]
+        columns_shown = ("step", *chart.names)
+        page.parts.append(_figure(chart, Report("", Table(columns_shown, rows, numeric=columns_shown))))
+
+
+def _by_perturbation(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
+) -> dict[str, list[tuple[int, float]]]:
+    """Return each number of the log over steps: the first perturbation's, of which a step has one at least."""
+    first = [row for row in rows if not row.get("perturbation")]
+    return {
+        key: [(row["step"], row[key]) for row in first if isinstance(row.get(key), int | float)]
+        for key in keys
+    }
+
+
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    names = ("accuracy", "exact_match", "f1", "loss")
+    return {
+        name: [(row["num_steps"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        for name in names
+    }
+
+
+def _figure(chart: Chart, numbers: Report) -> Illustration:
+    return Illustration(chart.root, chart.title, chart_svg(chart), numbers)
