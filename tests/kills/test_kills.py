@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.crossed(slow=2)
+@pytest.mark.crossed(slow=3)
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

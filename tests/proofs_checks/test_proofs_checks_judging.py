@@ -77,7 +77,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.crossed(quick=7)
+@pytest.mark.crossed(quick=7, slow=3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_estimators_pass(name):
     estimator, declared = RIGHT[name]
@@ -164,7 +164,7 @@ WRONG = {
 }
 
 
-@pytest.mark.crossed(quick=13)
+@pytest.mark.crossed(quick=13, slow=2)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_estimators_fail_by_what_is_wrong(name):
     estimator, declared, finding = WRONG[name]

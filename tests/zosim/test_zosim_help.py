@@ -144,6 +144,7 @@ while pending:
 """
 
 
+@pytest.mark.slow
 def test_every_page_reads_in_a_narrow_pipe_of_ascii() -> None:
     variables = {
         **os.environ,

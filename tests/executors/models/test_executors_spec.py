@@ -46,6 +46,7 @@ def test_a_mixture_of_an_unknown_family_is_counted_with_its_experts():
     assert not spec.splits_inside
 
 
+@pytest.mark.slow
 def test_the_way_out_that_the_hint_names_works(tmp_path):
     (tmp_path / "model").mkdir()
     config = AutoConfig.for_model("persimmon", **{**SHARED, "num_key_value_heads": None})

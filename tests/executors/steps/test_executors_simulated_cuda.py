@@ -722,7 +722,7 @@ class Without:
 REMOVED = [(placement, part) for part in range(NUM_PARTS) for placement in sorted(PLACEMENTS, key=lambda name: name != "offloaded")]  # fmt: skip
 
 
-@pytest.mark.crossed(quick=len(REMOVED), slow=7)
+@pytest.mark.crossed(quick=len(REMOVED), slow=14)
 @pytest.mark.parametrize(("placement", "part"), REMOVED)
 def test_every_dependency_between_streams_that_is_removed_is_found(placement, part):
     """Every fourth one in each case; of the first ones of an offloaded step, some are."""
