@@ -188,7 +188,7 @@ class BatchedModel(SegmentedModel):
         cache: StepCache,
         hidden: Tensor | None,
         paths: Mapping[nn.Parameter, SidePath | Sequence[SidePath]],
-        num_points: int,
+        num_eval_points: int,
     ) -> Tensor:
         """Return the output of `segment` at all points, of shape (points, tokens, width); of the head, each point's loss.
 
@@ -206,7 +206,7 @@ class BatchedModel(SegmentedModel):
             with attention_by(self.model, _ATTENTION):
                 embedded = as_tensor(self.embed(row, packed))
             cache.calls = cache.calls or packed.calls
-            return embedded.expand(num_points, -1, -1)
+            return embedded.expand(num_eval_points, -1, -1)
         packing = cache.packing
         assert packing is not None
         assert hidden is not None
@@ -244,16 +244,16 @@ class BatchedModel(SegmentedModel):
         """Return each point's mean cross-entropy over labels."""
         logits = self.logits(self.predicting(hidden, packing))
         wide = torch.float64 if self.loss_dtype == "fp64" else torch.float32
-        num_points, num_labels, _ = logits.shape
-        targets = packing.targets.repeat(num_points)
+        num_eval_points, num_labels, _ = logits.shape
+        targets = packing.targets.repeat(num_eval_points)
         each = nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), targets, reduction="none")
-        return each.view(num_points, num_labels).mean(1)
+        return each.view(num_eval_points, num_labels).mean(1)
 
     def _beside(self, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         for path in self._paths.get(id(module), ()):
-            num_points = path.outer.shape[0]
-            inputs = arguments[0].reshape(num_points, -1, arguments[0].shape[-1])
-            outputs = output.view(num_points, -1, output.shape[-1])
+            num_eval_points = path.outer.shape[0]
+            inputs = arguments[0].reshape(num_eval_points, -1, arguments[0].shape[-1])
+            outputs = output.view(num_eval_points, -1, output.shape[-1])
             if (places := path.places) is not None:
                 if self._narrowing is not None and self._narrowing.is_done:
                     places = self._narrowing.places(places)

@@ -95,7 +95,7 @@ def forward_runner_for(
         If the device lacks what multiplies by the plan's quantized values.
     """
     make_layers_quantizable(model, plan, device)
-    if plan.points_are_adapters:
+    if plan.perturbs_by_adapters:
         if objective is not None:
             raise ModelError(
                 "an objective needs the logits of all tokens, but weights=adapters computes only those with "

@@ -365,8 +365,8 @@ def packed_attention(
             "not support",
             hint="use --weights serial or copies",
         )
-    num_points, num_heads, num_positions, width = query.shape
-    out = query.new_empty((num_points, num_positions, num_heads, width))
+    num_eval_points, num_heads, num_positions, width = query.shape
+    out = query.new_empty((num_eval_points, num_positions, num_heads, width))
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     # cuDNN plans each new shape for tens of milliseconds of the host, and nearly every batch has runs of other lengths:
     # these kernels take any shape at once.
@@ -374,7 +374,7 @@ def packed_attention(
     with sdpa_kernel(at_once) if query.device.type == "cuda" else nullcontext():
         for group in packing.groups:
             seen = _attended(q, k, v, group, scaling)
-            rows = seen.transpose(1, 2).reshape(num_points, -1, num_heads, width)
+            rows = seen.transpose(1, 2).reshape(num_eval_points, -1, num_heads, width)
             if group.kept is None:
                 out.index_copy_(1, group.queries, rows)
             else:
@@ -385,12 +385,12 @@ def packed_attention(
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scaling: float | None) -> Tensor:
     """Return the attention of the runs of a group, (points * runs, heads, tokens, width)."""
-    num_points, mask = q.shape[0], group.mask
+    num_eval_points, mask = q.shape[0], group.mask
     queries = _of_runs(q, group.queries, group.num_runs)
     keys, values = (_of_runs(states, group.keys, group.num_runs) for states in (k, v))
     num_each = queries.shape[1] // keys.shape[1]
-    if mask is not None and num_points > 1:
-        mask = mask.repeat(num_points, 1, 1, 1)
+    if mask is not None and num_eval_points > 1:
+        mask = mask.repeat(num_eval_points, 1, 1, 1)
     if mask is not None and num_each > 1 and q.device.type == "cuda":
         # Of its fused kernels cuDNN's alone takes both a mask and fewer heads of keys than of queries.
         keys, values = (states.repeat_interleave(num_each, 1) for states in (keys, values))
@@ -407,6 +407,6 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scaling: f
 
 def _of_runs(states: Tensor, places: Tensor, num_runs: int) -> Tensor:
     """Return (points * runs, heads, tokens, width) of states (points, places, heads, width)."""
-    num_points, _, num_heads, width = states.shape
-    picked = states.index_select(1, places).view(num_points * num_runs, -1, num_heads, width)
+    num_eval_points, _, num_heads, width = states.shape
+    picked = states.index_select(1, places).view(num_eval_points * num_runs, -1, num_heads, width)
     return picked.transpose(1, 2)

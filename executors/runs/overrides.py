@@ -143,7 +143,7 @@ def settings_from(
 def _with_facts(settings: RunSettings) -> RunSettings:
     """Return settings whose plan knows the lengths in the first batches, if batches are packed and the options do not say."""
     plan = settings.plan
-    if not plan.points_are_adapters or plan.forward.has_facts:
+    if not plan.perturbs_by_adapters or plan.forward.has_facts:
         return settings
     data = open_data(settings, settings.data)
     batches = Batches(data, plan.batch, shuffle=settings.data.shuffle, seed=settings.run.seed)

@@ -13,7 +13,7 @@ from typing import Any, Self
 from executors.randomness.rng import mixed
 from executors.steps.frames import StepFrame
 from topology.errors import RunError
-from zosim.points import BASE, Point
+from zosim.eval_points import BASE, EvalPoint
 
 _NUM_SEEDS = 1_000_000_000
 """Seeds are drawn below this, as the reference loop draws them."""
@@ -106,13 +106,13 @@ def record_of(frame: StepFrame, begin_s: float) -> StepRecord:
     gradients = {
         perturbation: float(frame.gradients[perturbation]) for perturbation in reversed(perturbations)
     }
-    losses = {point: float(loss) for point, loss in frame.losses_read.items()}
-    central = Point(0, -1) in losses
+    losses = {eval_point: float(loss) for eval_point, loss in frame.losses_read.items()}
+    central = EvalPoint(0, -1) in losses
     return StepRecord(
         step=frame.step,
         seeds=frame.seeds,
-        losses_plus=tuple(losses[Point(perturbation, 1)] for perturbation in perturbations),
-        losses_minus=tuple(losses[Point(perturbation, -1)] for perturbation in perturbations)
+        losses_plus=tuple(losses[EvalPoint(perturbation, 1)] for perturbation in perturbations),
+        losses_minus=tuple(losses[EvalPoint(perturbation, -1)] for perturbation in perturbations)
         if central
         else None,
         loss_base=losses.get(BASE),
@@ -121,7 +121,7 @@ def record_of(frame: StepFrame, begin_s: float) -> StepRecord:
         seconds=time.perf_counter() - begin_s,
         losses_before=None
         if central or BASE in losses
-        else tuple(float(frame.losses_before[Point(perturbation, 1)]) for perturbation in perturbations),
+        else tuple(float(frame.losses_before[EvalPoint(perturbation, 1)]) for perturbation in perturbations),
     )
 
 

@@ -10,7 +10,7 @@ from executors.device_scalars import DeviceScalar
 from executors.models.model import Batch
 from executors.models.recording_blocks import StepCache
 from executors.randomness.low_rank import LazyInterval
-from zosim.points import Point
+from zosim.eval_points import EvalPoint
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class StepFrame:
     batch: Batch | None = None
     interval: LazyInterval | None = None
     previous: StepFrame | None = None
-    losses: dict[Point, Tensor] = field(default_factory=dict)
-    losses_read: dict[Point, float | DeviceScalar] = field(default_factory=dict)
-    losses_before: dict[Point, float | DeviceScalar] = field(default_factory=dict)
+    losses: dict[EvalPoint, Tensor] = field(default_factory=dict)
+    losses_read: dict[EvalPoint, float | DeviceScalar] = field(default_factory=dict)
+    losses_before: dict[EvalPoint, float | DeviceScalar] = field(default_factory=dict)
     gradients: dict[int, float | DeviceScalar] = field(default_factory=dict)
     replayed: bool = False
     packed: Tensor | None = None

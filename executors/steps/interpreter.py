@@ -32,7 +32,7 @@ from executors.steps.streams import Backend, PeersTicket, Task, Ticket
 from executors.steps.update_watch import UpdateWatch
 from executors.threads import SamplingThreads
 from topology.errors import ProgramError, RunError
-from zosim.points import Point
+from zosim.eval_points import EvalPoint
 from zosim.program import Program
 from zosim.program.instructions import PHASES, Buffer, Dependency, Instruction, Phase, Space
 from zosim.program.operations import Backward, Collective, Forward, Optimize, Sample
@@ -125,7 +125,7 @@ class Interpreter:
         self._next_step = 0
         self._lazy_steps = _lazy_steps(program)
         self._interval: LazyInterval | None = None
-        self._losses_before: dict[Point, float | DeviceScalar] = {}
+        self._losses_before: dict[EvalPoint, float | DeviceScalar] = {}
         self._turn = 0
         self._load_weights()
 
@@ -201,7 +201,9 @@ class Interpreter:
         frame = self._frame_of(seeds, learning_rate, None)
         frame.replayed = True
         frame.gradients.update(enumerate(gradients))
-        frame.losses_read.update({Point(perturbation, 1): loss for perturbation, loss in enumerate(losses)})
+        frame.losses_read.update(
+            {EvalPoint(perturbation, 1): loss for perturbation, loss in enumerate(losses)}
+        )
         return self._advance(frame)
 
     def _frame_of(self, seeds: Sequence[int], learning_rate: float, batch: Batch | None) -> StepFrame:
@@ -267,7 +269,7 @@ class Interpreter:
         """
         assert self._frame is None
         self._next_step = step
-        self._losses_before = {Point(perturbation, 1): loss for perturbation, loss in enumerate(losses)}
+        self._losses_before = {EvalPoint(perturbation, 1): loss for perturbation, loss in enumerate(losses)}
         first = self.first_of_interval
         if first < step:
             self._interval = LazyInterval(first, tuple(seeds_of(first)))

@@ -377,8 +377,10 @@ _UNWEIGHTED = Fault(
     "executors.steps.micro_batches:accumulated",
     lambda shipped, losses, counts: shipped(losses, [1] * len(counts)),
 )
-_POINTS_OF_ALL_RANKS = Fault(
-    "points that all ranks evaluate", "zosim.plans:Plan.points_of", lambda _shipped, self, *_: self.points
+_ALL_EVAL_POINTS = Fault(
+    "points that all ranks evaluate",
+    "zosim.plans:Plan.eval_points_of",
+    lambda _shipped, self, *_: self.eval_points,
 )
 _SHARE = "proofs_checks.oracles.statements:exchange_share"
 
@@ -426,7 +428,7 @@ CHECKS: Checks = {
         losses_added,
     ),
     "distzo2-either-axis-inside": printed(check_both_orders, _UNWEIGHTED, central_by_epsilon),
-    "distzo2-one-forward-a-rank": printed(check_single_forwards, _POINTS_OF_ALL_RANKS),
+    "distzo2-one-forward-a-rank": printed(check_single_forwards, _ALL_EVAL_POINTS),
     "distzo2-lane-load": printed(
         check_lane_load,
         all_slices,
@@ -452,7 +454,7 @@ CHECKS: Checks = {
     ),
     "distzo2-pair-speedup": printed(
         check_pair_speedup,
-        _POINTS_OF_ALL_RANKS,
+        _ALL_EVAL_POINTS,
         scaled("proofs_checks.oracles.statements:pair_speedup", 0.85, "a bound of 1.7"),
     ),
     "distzo2-algorithm-1-is-its-equations": printed(

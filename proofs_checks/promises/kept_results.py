@@ -151,11 +151,11 @@ def losses_of_the_first_step(shipped, self, frame):
 
 
 @planted(_SCALAR, "a first step from 0")
-def first_step_from_0(shipped, self, perturbation, point, epsilon):
-    action = shipped(self, perturbation, point, epsilon)
+def first_step_from_0(shipped, self, perturbation, eval_point, epsilon):
+    action = shipped(self, perturbation, eval_point, epsilon)
 
     def scalar(frame):
-        frame.losses_before.setdefault(point, 0.0)
+        frame.losses_before.setdefault(eval_point, 0.0)
         action(frame)
 
     return scalar
@@ -183,8 +183,8 @@ CHECKS: Checks = {
         Fault(
             "a difference over 2ε",
             _SCALAR,
-            lambda shipped, self, perturbation, point, epsilon: shipped(
-                self, perturbation, point, 2 * epsilon
+            lambda shipped, self, perturbation, eval_point, epsilon: shipped(
+                self, perturbation, eval_point, 2 * epsilon
             ),
         ),
         Fault(

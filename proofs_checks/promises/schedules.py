@@ -238,7 +238,7 @@ def blind_validator(shipped, self, item, held, left):
 
 @planted("zosim.lowering.weights:Points.perturb", "blocks that are not restored")
 def blocks_not_restored(shipped, self, groups, segment, perturbation, leap):
-    shipped(self, groups if leap.point.is_perturbed else (), segment, perturbation, leap)
+    shipped(self, groups if leap.eval_point.is_perturbed else (), segment, perturbation, leap)
 
 
 @planted("zosim.lowering.rank:Listing.emit", "a perturbation not drawn again")

@@ -109,17 +109,20 @@ def check_counts(_context: Context) -> Outcome:
 def check_scalars(_context: Context) -> Outcome:
     """Compare losses that go from one rank to another with points times ``M - 1``, activations counted apart."""
     wrong, details = 0, []
-    for difference, points in (("forward", _NUM_PERTURBATIONS + 1), ("central", 2 * _NUM_PERTURBATIONS)):
+    for difference, num_eval_points in (
+        ("forward", _NUM_PERTURBATIONS + 1),
+        ("central", 2 * _NUM_PERTURBATIONS),
+    ):
         for split_points, traversal in CASES.values():
             estimator = Estimator.model_validate(
                 {"difference": difference, "num_perturbations": _NUM_PERTURBATIONS}
             )
             counts = step_counts(lower_all(staged(split_points, traversal, estimator=estimator)))
             num_stages = len(split_points) + 1
-            wrong += counts.num_scalars != points * (num_stages - 1)
-            wrong += counts.num_activations != points * (num_stages - 1)
+            wrong += counts.num_scalars != num_eval_points * (num_stages - 1)
+            wrong += counts.num_activations != num_eval_points * (num_stages - 1)
             # All ranks get all places of all others: a loss and its labels for every point.
-            wrong += counts.scalar_bytes != 16 * points * num_stages * (num_stages - 1)
+            wrong += counts.scalar_bytes != 16 * num_eval_points * num_stages * (num_stages - 1)
             wrong += counts.num_gradients + counts.reduced_bytes
             details.append(
                 f"{difference}, {num_stages} stages: {counts.num_scalars} scalars in {counts.scalar_bytes} bytes, "
@@ -143,8 +146,8 @@ def back_halves_first(shipped, plan):
 
 
 @planted("zosim.lowering.split:Boundaries.after", "a message behind every segment")
-def message_behind_every_segment(shipped, self, segment, point):
-    shipped(altered(self, _rank=altered(self._rank, segments=(segment,))), segment, point)
+def message_behind_every_segment(shipped, self, segment, eval_point):
+    shipped(altered(self, _rank=altered(self._rank, segments=(segment,))), segment, eval_point)
 
 
 @planted("zosim.lowering.mesh:Losses.exchange_losses", "losses of stages that have none")

@@ -12,10 +12,10 @@ from proofs_checks.faults import on_stream, updates_that_do_not_wait
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.planting import Fault, planted
+from zosim.eval_points import BASE
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.plans import Estimator, Placement, Plan, Residency, Schedule
-from zosim.points import BASE
 from zosim.program import Program
 from zosim.program.instructions import Stream
 from zosim.simulators.simulate import simulate
@@ -128,12 +128,14 @@ class Seconds:
         return zo2_step_seconds(NUM_BLOCKS, self.block, self.transfer, self.embed, self.head)
 
 
-def seconds(num_points: int, transfer: float) -> Seconds:
-    """Return a step's parts with `num_points` forwards of every segment, from the matrix products of one forward."""
+def seconds(num_eval_points: int, transfer: float) -> Seconds:
+    """Return a step's parts with `num_eval_points` forwards of every segment, from the matrix products of one forward."""
     hidden, tokens, vocabulary = 512, 64, 1000
     linears = 2 * tokens * (4 * hidden**2 + 2 * hidden * 2048)
     head = 2 * tokens * hidden * vocabulary
-    return Seconds(0.0, num_points * linears / _FLOP_PER_S, num_points * head / _FLOP_PER_S, transfer)
+    return Seconds(
+        0.0, num_eval_points * linears / _FLOP_PER_S, num_eval_points * head / _FLOP_PER_S, transfer
+    )
 
 
 def block_bytes() -> int:
@@ -211,7 +213,7 @@ def _matmul_flops_of_one_forward() -> float:
 @planted("zosim.lowering.weights:Points.path", "one forward per perturbation")
 def one_forward(shipped, self, perturbation):
     there, (across,), _back = shipped(self, perturbation)
-    return there, (across._replace(point=BASE, scale=-1),)
+    return there, (across._replace(eval_point=BASE, scale=-1),)
 
 
 CHECKS: Checks = {

@@ -63,7 +63,7 @@ class VolumeCase:
         Of an activation's values.
     digits : int
         Behind the point, as the table prints it.
-    num_points : int
+    num_eval_points : int
         Activations that cross in a step of a zeroth-order run, each.
     """
 
@@ -72,12 +72,12 @@ class VolumeCase:
     method: str
     bits: int
     digits: int
-    num_points: int = FORWARD
+    num_eval_points: int = FORWARD
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
         """What is one run, however often it is printed."""
-        return self.model, self.dataset, self.method, self.bits, self.num_points
+        return self.model, self.dataset, self.method, self.bits, self.num_eval_points
 
     @property
     def activation(self) -> str:
@@ -151,7 +151,7 @@ def volume_case(row: PublishedRow) -> VolumeCase:
         return VolumeCase(model, dataset, MESSAGES, 32, 0)
     refuse_other_settings(row)
     return VolumeCase(
-        model, dataset, method, _bits(row, method), _digits(row, model), _num_points(row, method)
+        model, dataset, method, _bits(row, method), _digits(row, model), _num_eval_points(row, method)
     )
 
 
@@ -174,7 +174,7 @@ def refuse_other_settings(row: PublishedRow) -> None:
             raise NotPredicted(f"{column} {row[column]!r} is not that of these tables: {wanted}")
 
 
-def _num_points(row: PublishedRow, method: str) -> int:
+def _num_eval_points(row: PublishedRow, method: str) -> int:
     """Return the activations of a step: of ``2P`` points for ZO-SGD, of ``P + 1`` for SparQ unless it says central."""
     reported = re.search(r"P=(\d+)", row["note"])
     num_perturbations = int(reported[1]) if reported else NUM_PERTURBATIONS

@@ -38,7 +38,7 @@ def _packed(
     segmented: BatchedModel,
     batch: Data,
     *,
-    num_points: int = 2,
+    num_eval_points: int = 2,
     least_saved: float | None = None,
     bucket: int | None = None,
     scores_all: bool = False,
@@ -49,10 +49,10 @@ def _packed(
     cache = StepCache(packing=pack(batch, **{k: v for k, v in how.items() if v is not None}))  # type: ignore[arg-type]
     hidden: Tensor | None = None
     for segment in segmented.segments[:-1]:
-        hidden = segmented.run_together(segment, batch, cache, hidden, {}, num_points)
+        hidden = segmented.run_together(segment, batch, cache, hidden, {}, num_eval_points)
     assert hidden is not None
     if not scores_all:
-        return float(segmented.run_together(HEAD, batch, cache, hidden, {}, num_points)[-1])
+        return float(segmented.run_together(HEAD, batch, cache, hidden, {}, num_eval_points)[-1])
     assert cache.packing is not None
     logits = segmented.logits(hidden)[-1].float().log_softmax(-1)[cache.packing.predictors]
     return -float(logits.gather(1, cache.packing.targets[:, None]).mean())
@@ -81,8 +81,8 @@ def _plain(segmented: SegmentedModel, batch: Data) -> float:
 
 
 def _one_by_one(segmented: BatchedModel, batch: Data) -> float:
-    _packed(segmented, batch, num_points=1)
-    return _packed(segmented, batch, num_points=1)
+    _packed(segmented, batch, num_eval_points=1)
+    return _packed(segmented, batch, num_eval_points=1)
 
 
 def _compiled(segmented: BatchedModel) -> BatchedModel:

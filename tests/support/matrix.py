@@ -239,7 +239,7 @@ class Case:
             self["run.loss_dtype"] != "model" and plan.forward.loss_chunk_tokens is not None,
             self["mesh.data"] * self["run.accumulate"] > BATCH,
             # How a forward of all points rounds depends on how many of them a rank has.
-            plan.points_are_adapters and self["mesh.perturb"] > 1,
+            plan.perturbs_by_adapters and self["mesh.perturb"] > 1,
             # Refused when it is lowered, with a hazard: halves of a block on one device, whose updates draw from one generator.
             plan.num_stages == 1 and bool(plan.model.split_blocks) and self["schedule.update"] == "delayed",
             # Rounded by the same random numbers on every shard, but by others in every micro-batch.

@@ -121,7 +121,7 @@ def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
     declared = {"lora_rank": 2, "lora_targets": "q_proj,fc1", "lora_lazy_steps": 50, "lora_max_rank": 8}
     decision = zosim.plan("opt-125m", **where, **declared, weights="adapters")
     assert decision.plan.model == read_model_spec("opt-125m", trainable=lora)
-    assert decision.plan.points_are_adapters
+    assert decision.plan.perturbs_by_adapters
     assert "opt-125m beside adapters of rank 8" in repr(decision._repr_html_())
     assert zosim.plan("opt-125m", **where, prefix=5).plan.model.num_prefix_tokens == 5
     with pytest.raises(zosim.ZosimError, match="need a rank and target layers"):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from costmodel import read_model_spec
 from topology.errors import ProgramError
+from zosim.eval_points import BASE, EvalPoint, eval_points_of_step, parse_eval_point
 from zosim.lowering import lower
 from zosim.plans import Estimator, Placement, Plan, Residency, Weights
-from zosim.points import BASE, Point, parse_point, points_of_step
 from zosim.program import Program
 from zosim.program.contents import (
     BATCH,
@@ -37,7 +37,7 @@ from zosim.program.contents import (
 
 GROUPS = st.sampled_from(["embed.tokens", "block.0", "block.17.front", "embed+head", "head.norm"])
 PERTURBATIONS = st.integers(0, 20)
-POINTS = st.one_of(st.just(BASE), st.builds(Point, PERTURBATIONS, st.sampled_from([1, -1])))
+POINTS = st.one_of(st.just(BASE), st.builds(EvalPoint, PERTURBATIONS, st.sampled_from([1, -1])))
 CONTENTS = st.one_of(
     st.builds(ParamGroupWeights, GROUPS, POINTS),
     st.builds(ParamGroupWeights, GROUPS, updated_to=PERTURBATIONS),
@@ -65,13 +65,13 @@ def test_unlike_contents_have_unlike_texts(one: Contents, other: Contents) -> No
 
 
 @given(POINTS)
-def test_points_are_what_their_text_says(point: Point) -> None:
-    assert parse_point(str(point)) == point
+def test_points_are_what_their_text_says(eval_point: EvalPoint) -> None:
+    assert parse_eval_point(str(eval_point)) == eval_point
 
 
 def test_points_of_a_step_are_in_the_order_of_visits() -> None:
-    assert " ".join(map(str, points_of_step(2, "central"))) == "q0+ q0- q1+ q1-"
-    assert " ".join(map(str, points_of_step(2, "forward"))) == "base q0+ q1+"
+    assert " ".join(map(str, eval_points_of_step(2, "central"))) == "q0+ q0- q1+ q1-"
+    assert " ".join(map(str, eval_points_of_step(2, "forward"))) == "base q0+ q1+"
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def _as_version_1(data: object) -> object:
     if "version" in old:
         old["version"] = 1
     if "what" in old:
-        old["what"], _, point = str(old["what"]).partition("@")
-        old |= {"point": point} if point else {}
+        old["what"], _, eval_point = str(old["what"]).partition("@")
+        old |= {"point": eval_point} if eval_point else {}
     elif old.get("point") == "base":
         old["point"] = ""
     return old

@@ -11,9 +11,9 @@ from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 from topology.rings import edge_disjoint_rings
 from zosim.applications.closed_form import step_time_bound_of
+from zosim.eval_points import EvalPoint
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
-from zosim.points import Point
 from zosim.program.contents import Loss, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space
 from zosim.program.operations import Collective
@@ -277,7 +277,7 @@ def test_weights_that_come_ahead_wait_for_cores_and_take_them_where_all_compute(
     # With cores to spare threads wake on those.
     assert gathered_beside_work(8, num_cores=4, **BUSY) == pytest.approx((0.1, 10.0))
     # Losses are waited for: nobody computes beside them.
-    assert gathered_beside_work(8, what=Loss(Point(0, 1)), **BUSY) == pytest.approx((0.1, 10.0))
+    assert gathered_beside_work(8, what=Loss(EvalPoint(0, 1)), **BUSY) == pytest.approx((0.1, 10.0))
 
 
 def test_bytes_that_are_copied_within_a_host_wait_by_sharing_its_cores():

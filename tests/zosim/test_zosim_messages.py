@@ -32,16 +32,18 @@ def message(name, op, stream, seconds, after=()):
 def stage_program(stage, num_stages, compute_s, message_s, sizes):
     """One stage: points come in, are computed and go on; then all exchange losses and update."""
     step = []
-    for point in range(len(message_s[0])):
+    for eval_point in range(len(message_s[0])):
         before = []
         if stage:
-            recv = message(f"r{point}", Recv("pipeline", -1), "recv", message_s[stage - 1][point])
+            recv = message(f"r{eval_point}", Recv("pipeline", -1), "recv", message_s[stage - 1][eval_point])
             step.append(recv)
             before = [recv.id]
-        step.append(instruction(f"f{point}", "compute", compute_s[stage][point], before))
+        step.append(instruction(f"f{eval_point}", "compute", compute_s[stage][eval_point], before))
         if stage < num_stages - 1:
             send = Send("pipeline", 1)
-            step.append(message(f"s{point}", send, "link", message_s[stage][point], [f"f{point}"]))
+            step.append(
+                message(f"s{eval_point}", send, "link", message_s[stage][eval_point], [f"f{eval_point}"])
+            )
     last = [f"f{len(message_s[0]) - 1}"]
     step.append(message("losses", Collective("all_gather", "world"), "link", 0.0, last))
     step.append(instruction("update", "compute", 0.0, ["losses"]))
@@ -69,13 +71,13 @@ def pipelines(compute_s, message_s, data=1, sharing="maxmin", latency_s=0.0):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("num_points", [2, 5])
-def test_the_bubble_of_a_full_pass_is_what_filling_the_pipeline_takes(num_stages, num_points):
-    # Every point is on the next stage one point's time later: num_points + num_stages - 1 times in all, and each stage
-    # works during num_points of them.
-    free = [[0.0] * num_points] * (num_stages - 1)
-    world = World.of(*pipelines([[2 * MS] * num_points] * num_stages, free))
-    expected_s = (num_points + num_stages - 1) * 2 * MS
+@pytest.mark.parametrize("num_eval_points", [2, 5])
+def test_the_bubble_of_a_full_pass_is_what_filling_the_pipeline_takes(num_stages, num_eval_points):
+    # Every point is on the next stage one point's time later: num_eval_points + num_stages - 1 times in all, and each stage
+    # works during num_eval_points of them.
+    free = [[0.0] * num_eval_points] * (num_stages - 1)
+    world = World.of(*pipelines([[2 * MS] * num_eval_points] * num_stages, free))
+    expected_s = (num_eval_points + num_stages - 1) * 2 * MS
     assert periodic_step_s(world) == pytest.approx(expected_s)
     assert step_time_bound_of(world) == pytest.approx(expected_s)
 
@@ -91,8 +93,8 @@ def test_both_sides_of_a_message_take_the_same_time():
     timeline = simulate_ranks(listed, machines, num_steps=2)
     times = {(span.rank, span.step, span.instruction): (span.start_s, span.end_s) for span in timeline.spans}
     for step in range(2):
-        for point in range(2):
-            assert times[0, step, f"s{point}"] == times[1, step, f"r{point}"]
+        for eval_point in range(2):
+            assert times[0, step, f"s{eval_point}"] == times[1, step, f"r{eval_point}"]
     assert times[1, 0, "r0"] == pytest.approx((1 * MS, 3.5 * MS))
     assert times[1, 0, "f0"] == pytest.approx((3.5 * MS, 7.5 * MS))
 
@@ -168,11 +170,11 @@ def test_a_message_goes_to_another_rank(op):
 def staged_runs(draw, sharings=("maxmin", "fifo")):
     """Pipelines of two to four stages, side by side."""
     num_stages, data = draw(st.integers(2, 4)), draw(st.integers(1, 3))
-    num_points = draw(st.integers(1, 4))
+    num_eval_points = draw(st.integers(1, 4))
     ticks = st.integers(0, 4).map(lambda tick: tick * MS)
 
     def table(rows):
-        row = st.lists(ticks, min_size=num_points, max_size=num_points)
+        row = st.lists(ticks, min_size=num_eval_points, max_size=num_eval_points)
         return draw(st.lists(row, min_size=rows, max_size=rows))
 
     latency_s = draw(st.sampled_from([0.0, 0.5 * MS]))

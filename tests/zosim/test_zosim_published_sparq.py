@@ -48,8 +48,8 @@ def test_crossings_and_bits_by_hand():
         {"FO-SGD": 8192 * 4, "AQ-SGD": 8192 * 1.5, "ZO-SGD": 8192 * 20, "SparQ": 8192 * 6 / 8}
     )
     case = volume_case(row(method="SparQ(4Q,forward)", note="P=3"))
-    assert (case.bits, case.num_points) == (4, 4)
-    assert volume_case(row(method="SparQ(4Q,central)", note="P=3")).num_points == 6
+    assert (case.bits, case.num_eval_points) == (4, 4)
+    assert volume_case(row(method="SparQ(4Q,central)", note="P=3")).num_eval_points == 6
 
 
 def test_first_order_cells_are_their_tokens():
@@ -94,7 +94,7 @@ def test_a_fit_finds_the_constants_that_made_the_numbers():
         bits = math.log(case.bits) if case.method == "SparQ" else 0.0
         part = math.log(0.25) if case.method in ("ZO-SGD", "SparQ") else 0.0
         value = math.exp(case.log_factor + math.log(truth[case.dataset]) + part + bits)
-        finer = VolumeCase(case.model, case.dataset, case.method, case.bits, 6, case.num_points)
+        finer = VolumeCase(case.model, case.dataset, case.method, case.bits, 6, case.num_eval_points)
         made.append(type(item)(finer, value, item.row))
     fit = fit_volumes(made)
     values = {term.name: term for term in fit.terms}

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from costmodel import read_model_spec
 from topology.errors import Hazard, PlanError, ProgramError, ZosimError
+from zosim.eval_points import EvalPoint
 from zosim.lowering import lower_all
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Split
-from zosim.points import Point
 from zosim.program import Program
 from zosim.program.instructions import Dependency, Instruction
 from zosim.program.operations import Collective, Recv, Scalar, Send
@@ -83,8 +83,8 @@ def test_hosts_share_out_by_themselves(transfers: str) -> None:
 def test_perturbations_are_points_of_the_mesh() -> None:
     four = plan(Mesh(perturb=4), "private", estimator=Estimator(num_perturbations=2))
     programs = lower_all(four)
-    assert [four.points_of(rank) for rank in range(4)] == [
-        (Point(perturbation, sign),) for perturbation in (0, 1) for sign in (1, -1)
+    assert [four.eval_points_of(rank) for rank in range(4)] == [
+        (EvalPoint(perturbation, sign),) for perturbation in (0, 1) for sign in (1, -1)
     ]
     assert programs.roles == (0, 1, 2, 3)
     validate_set(programs)
@@ -232,8 +232,8 @@ def test_every_point_of_every_sequence_is_forwarded_once(
         mesh=mesh,
         estimator=Estimator(num_perturbations=2),
     )
-    seen = [(p, row) for rank in ranks for p in found.points_of(rank) for row in found.rows_of(rank)]
-    assert Counter(seen) == Counter((p, row) for p in found.points for row in range(batch))
+    seen = [(p, row) for rank in ranks for p in found.eval_points_of(rank) for row in found.rows_of(rank)]
+    assert Counter(seen) == Counter((p, row) for p in found.eval_points for row in range(batch))
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,13 @@ def lower_all(plan: Plan) -> ProgramSet:
     groups = plan.process_groups
     sizes = {name: {rank: len(part) for part in parts for rank in part} for name, parts in groups.items()}
     for rank in range(plan.placement.world_size):
-        stage, points, num_rows = (
+        stage, eval_points, num_rows = (
             plan.mesh.coordinates(rank).stage,
-            plan.points_of(rank),
+            plan.eval_points_of(rank),
             len(plan.rows_of(rank)),
         )
         # Ranks that agree in these do the same, whatever their place in the mesh.
-        role = (stage, points, num_rows, *(of[rank] for of in sizes.values()))
+        role = (stage, eval_points, num_rows, *(of[rank] for of in sizes.values()))
         if role not in roles:
             roles[role] = len(programs)
             programs.append(lower(plan, rank))

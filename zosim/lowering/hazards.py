@@ -12,7 +12,7 @@ upload of the next step, which overwrites the staging buffer, for the forward of
 >>> from zosim.program.contents import FrozenWeights
 >>> from zosim.program.instructions import Access
 >>> from zosim.program.operations import Copy, Forward
->>> from zosim.points import BASE
+>>> from zosim.eval_points import BASE
 >>> staging = (Access("staging.0", FrozenWeights("block.0"), None, 64),)
 >>> listed = [
 ...     Instruction("upload", Copy(), Stream.H2D, "upload", "block.0", writes=staging),

@@ -31,8 +31,8 @@ from collections.abc import Iterator
 
 from costmodel.models.model_spec import HEAD
 from costmodel.work import Work
+from zosim.eval_points import EvalPoint, eval_points_of_perturbation
 from zosim.lowering.rank import AxisWriter, Listing, Rank
-from zosim.points import Point, points_of_perturbation
 from zosim.program.contents import GATHERED_LOSSES, PACKED_LOSSES, Loss, ProjectedGradient
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Collective, Scalar
@@ -52,27 +52,27 @@ class Losses(AxisWriter):
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
         super().__init__(rank, listing)
-        self._numbers = {point: number for number, point in enumerate(rank.plan.points)}
+        self._numbers = {eval_point: number for number, eval_point in enumerate(rank.plan.eval_points)}
 
     @property
     def _is_alone(self) -> bool:
         return self._plan.placement.world_size == 1
 
-    def left_by_head(self, point: Point) -> Access:
+    def left_by_head(self, eval_point: EvalPoint) -> Access:
         """Return where the head leaves its loss: at once in its place, or among those to be exchanged."""
-        return self._loss(point) if self._is_alone else self._own_loss(point)
+        return self._loss(eval_point) if self._is_alone else self._own_loss(eval_point)
 
-    def _loss(self, point: Point) -> Access:
-        offset = _SCALAR_BYTES * self._numbers[point]
-        return Access(_LOSSES, Loss(point), 0, _SCALAR_BYTES, offset)
+    def _loss(self, eval_point: EvalPoint) -> Access:
+        offset = _SCALAR_BYTES * self._numbers[eval_point]
+        return Access(_LOSSES, Loss(eval_point), 0, _SCALAR_BYTES, offset)
 
-    def _own_loss(self, point: Point) -> Access:
-        """Return the access to this rank's loss at `point`, with the labels that it is the mean over."""
-        offset = _LOSS_BYTES * self._rank.number_of_own[point]
-        return Access(_OWN_LOSSES, Loss(point, is_own=True), 0, _LOSS_BYTES, offset)
+    def _own_loss(self, eval_point: EvalPoint) -> Access:
+        """Return the access to this rank's loss at `eval_point`, with the labels that it is the mean over."""
+        offset = _LOSS_BYTES * self._rank.number_of_own[eval_point]
+        return Access(_OWN_LOSSES, Loss(eval_point, is_own=True), 0, _LOSS_BYTES, offset)
 
     def _packed(self) -> Access:
-        return Access("losses.packed", PACKED_LOSSES, 0, _LOSS_BYTES * len(self._plan.points))
+        return Access("losses.packed", PACKED_LOSSES, 0, _LOSS_BYTES * len(self._plan.eval_points))
 
     def _gathered(self) -> Access:
         size = self._packed().size_bytes * self._plan.placement.world_size
@@ -98,14 +98,14 @@ class Losses(AxisWriter):
     def _before(self, perturbation: int, step: int) -> Access:
         """Return the access to the loss of `perturbation` as it is kept from one step to the next."""
         return Access(
-            _BEFORE, Loss(Point(perturbation, 1)), step, _SCALAR_BYTES, _SCALAR_BYTES * perturbation
+            _BEFORE, Loss(EvalPoint(perturbation, 1)), step, _SCALAR_BYTES, _SCALAR_BYTES * perturbation
         )
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of losses and of projected gradients."""
-        sizes = {_LOSSES: _SCALAR_BYTES * len(self._plan.points)}
+        sizes = {_LOSSES: _SCALAR_BYTES * len(self._plan.eval_points)}
         if not self._is_alone:
-            sizes[_OWN_LOSSES] = _LOSS_BYTES * len(self._rank.own_points)
+            sizes[_OWN_LOSSES] = _LOSS_BYTES * len(self._rank.own_eval_points)
             sizes |= {access.buffer: access.size_bytes for access in (self._packed(), self._gathered())}
         for name, size in sizes.items():
             yield Buffer(name, Space.DEVICE, size, "scalars", "float64")
@@ -120,8 +120,8 @@ class Losses(AxisWriter):
         rank, packed, gathered = self._rank, self._packed(), self._gathered()
         scalar, link = Work(num_kernels=1), Work(link_bytes=gathered.size_bytes - packed.size_bytes)
         # Every rank sends as many places, those of losses that it does not have empty: messages of one length.
-        own = tuple(self._own_loss(point) for point in rank.own_points if rank.is_last_stage)
-        losses = tuple(map(self._loss, self._plan.points))
+        own = tuple(self._own_loss(eval_point) for eval_point in rank.own_eval_points if rank.is_last_stage)
+        losses = tuple(map(self._loss, self._plan.eval_points))
         pack, gather, mean = (
             Scalar("pack_losses"),
             Collective("all_gather", "world"),
@@ -135,8 +135,8 @@ class Losses(AxisWriter):
     def projected_gradient(self, perturbation: int) -> None:
         """Write how two losses become the projected gradient of `perturbation`; one of them may be of the step before."""
         # A residual difference has one point, and the loss of the step before in place of the other.
-        points = points_of_perturbation(perturbation, self._plan.estimator.difference)
+        eval_points = eval_points_of_perturbation(perturbation, self._plan.estimator.difference)
         name, op = f"projected_gradient[q{perturbation}]", Scalar("projected_gradient", perturbation)
         kept = [self._before(perturbation, step) for step in (-1, 0) if self._keeps_losses]
-        reads, left = (*map(self._loss, points), *kept[:1]), (self.gradient(perturbation, 0), *kept[1:])
+        reads, left = (*map(self._loss, eval_points), *kept[:1]), (self.gradient(perturbation, 0), *kept[1:])
         self._emit(name, op, Stream.COMPUTE, "scalar", HEAD, reads, left, Work(num_kernels=3))

@@ -24,9 +24,9 @@ from costmodel.models.forward import activation_bytes
 from costmodel.models.model_spec import EMBED, HEAD, ModelSpec, ParamGroup
 from costmodel.storage import DenseStorage
 from costmodel.work import Work
+from zosim.eval_points import EvalPoint
 from zosim.lowering.buckets import alignment_of
 from zosim.plans import Plan
-from zosim.points import Point
 from zosim.program.contents import BATCH, Hidden
 from zosim.program.instructions import Access, Instruction, Stream
 from zosim.program.operations import Operation
@@ -50,14 +50,14 @@ class Rank:
         return self.plan.model
 
     @cached_property
-    def own_points(self) -> tuple[Point, ...]:
+    def own_eval_points(self) -> tuple[EvalPoint, ...]:
         """Evaluation points that this rank forwards."""
-        return self.plan.points_of(self.number)
+        return self.plan.eval_points_of(self.number)
 
     @cached_property
-    def number_of_own(self) -> dict[Point, int]:
-        """Number of each of :attr:`own_points`, counted from 0."""
-        return {point: number for number, point in enumerate(self.own_points)}
+    def number_of_own(self) -> dict[EvalPoint, int]:
+        """Number of each of :attr:`own_eval_points`, counted from 0."""
+        return {eval_point: number for number, eval_point in enumerate(self.own_eval_points)}
 
     @cached_property
     def num_sequences(self) -> int:
@@ -154,7 +154,7 @@ class Rank:
     @property
     def is_together(self) -> bool:
         """Whether one forward is at all points of this rank."""
-        return self.plan.points_are_adapters
+        return self.plan.perturbs_by_adapters
 
     @property
     def adds_factors(self) -> bool:
@@ -176,10 +176,10 @@ class Rank:
         """What perturbations are drawn from."""
         return DISTRIBUTIONS[self.plan.perturbations.distribution]
 
-    def hidden(self, point: Point, segment: str) -> Access:
-        """Return the access to the hidden state that `segment` leaves at `point`."""
+    def hidden(self, eval_point: EvalPoint, segment: str) -> Access:
+        """Return the access to the hidden state that `segment` leaves at `eval_point`."""
         # One buffer for each point: what a segment leaves takes the place of what it read.
-        return Access(f"hidden.{point}", Hidden(segment, point), 0, self.hidden_bytes(segment))
+        return Access(f"hidden.{eval_point}", Hidden(segment, eval_point), 0, self.hidden_bytes(segment))
 
     def hidden_bytes(self, segment: str) -> int:
         """Return the bytes of what `segment` leaves at one point."""

@@ -33,9 +33,9 @@ from functools import cached_property
 from costmodel.models.model_spec import ParamGroup, block_index
 from costmodel.param_passes import cast_work, copy_work
 from costmodel.work import Work
+from zosim.eval_points import BASE, EvalPoint
 from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
-from zosim.points import BASE, Point
 from zosim.program.contents import FREED, UNSET, FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Allocate, Cast, Collective, Copy, Free
@@ -141,13 +141,21 @@ class Homes(AxisWriter):
         return (Access(buffer, FrozenWeights(group.name), None, size, offset),) if size else ()
 
     def weights(
-        self, group: ParamGroup, buffer: str, step: int, point: Point = BASE, dtype: str | None = None
+        self,
+        group: ParamGroup,
+        buffer: str,
+        step: int,
+        eval_point: EvalPoint = BASE,
+        dtype: str | None = None,
     ) -> tuple[Access, ...]:
         """Return the accesses to all of `group` in `buffer`."""
         frozen = self.frozen(group, buffer, dtype)
         if not group.num_trainable:
             return frozen
-        return (*frozen, self.trainable(group, buffer, step, ParamGroupWeights(group.name, point), dtype))
+        return (
+            *frozen,
+            self.trainable(group, buffer, step, ParamGroupWeights(group.name, eval_point), dtype),
+        )
 
     def _offset_in(self, buffer: str, group: ParamGroup, dtype: str) -> int:
         """Return where `group` starts in `buffer`: behind its neighbours in a staging buffer that they share, else at 0."""

@@ -27,15 +27,15 @@ from collections.abc import Iterator
 from itertools import chain
 
 from costmodel.models.model_spec import ParamGroup
+from zosim.eval_points import BASE
 from zosim.lowering.forward import Forwards
 from zosim.lowering.mesh import Losses
 from zosim.lowering.perturbations import Perturbations
 from zosim.lowering.rank import Listing, Rank
 from zosim.lowering.residency import Homes
 from zosim.lowering.split import Boundaries
-from zosim.lowering.weights import Leap, Points
+from zosim.lowering.weights import EvalPoints, Leap
 from zosim.plans import Plan
-from zosim.points import BASE
 from zosim.program.instructions import Access, Buffer, Instruction
 
 
@@ -52,8 +52,10 @@ class StepWriter:
         self._perturbations = Perturbations(*common)
         self._losses = Losses(*common)
         self._boundaries = Boundaries(*common)
-        self._points = Points(*common, self.homes, self._perturbations, self._losses)
-        self._forwards = Forwards(*common, self._perturbations, self._points, self._boundaries, self._losses)
+        self._eval_points = EvalPoints(*common, self.homes, self._perturbations, self._losses)
+        self._forwards = Forwards(
+            *common, self._perturbations, self._eval_points, self._boundaries, self._losses
+        )
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -62,7 +64,14 @@ class StepWriter:
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Return every buffer that the rank needs."""
-        axes = (self.homes, self._perturbations, self._points, self._forwards, self._boundaries, self._losses)
+        axes = (
+            self.homes,
+            self._perturbations,
+            self._eval_points,
+            self._forwards,
+            self._boundaries,
+            self._losses,
+        )
         return tuple(chain.from_iterable(axis.buffers() for axis in axes))
 
     def initial(self) -> Iterator[Access]:
@@ -110,7 +119,7 @@ class StepWriter:
                 self._forwards.segment(segment, BASE)
             for perturbation in range(self._plan.estimator.num_perturbations):
                 self._both_points(segment, perturbation)
-            self.homes.offload(segment, changed=self._points.leaves_changed(segment))
+            self.homes.offload(segment, changed=self._eval_points.leaves_changed(segment))
 
     def _together(self) -> None:
         """Write one forward of each segment at all points, from the factors of every perturbation's perturbation."""
@@ -121,11 +130,11 @@ class StepWriter:
                 for group in self._rank.trainable(segment):
                     self._perturbations.sample(group, perturbation, segment=segment)
             self._forwards.together(segment)
-            self.homes.offload(segment, changed=self._points.leaves_changed(segment))
+            self.homes.offload(segment, changed=self._eval_points.leaves_changed(segment))
 
     def _both_points(self, segment: str, perturbation: int) -> None:
         """Write the forwards of `segment` for one perturbation, which is sampled once."""
-        path = self._points.path(perturbation)
+        path = self._eval_points.path(perturbation)
         if not path:
             return
         # Perturbations of a segment's groups lie side by side; gathered rows have a buffer of their own.
@@ -144,19 +153,19 @@ class StepWriter:
             offset += 0 if rows else self._perturbations.perturbation_bytes(group)
         whole = self._rank.perturbed_whole(segment)
         for leap in chain(*path):
-            self._points.perturb(whole, segment, perturbation, leap)
-            if leap.point.is_perturbed:
-                self._forwards.segment(segment, leap.point)
+            self._eval_points.perturb(whole, segment, perturbation, leap)
+            if leap.eval_point.is_perturbed:
+                self._forwards.segment(segment, leap.eval_point)
 
     def _full_pass(self) -> None:
         if self._plan.estimator.difference == "forward":
             self._forwards.model(BASE)
         for perturbation in range(self._plan.estimator.num_perturbations):
-            for leaps in self._points.path(perturbation):
+            for leaps in self._eval_points.path(perturbation):
                 self._full_pass_of(perturbation, leaps)
                 for leap in leaps:
-                    if leap.point.is_perturbed:
-                        self._forwards.model(leap.point)
+                    if leap.eval_point.is_perturbed:
+                        self._forwards.model(leap.eval_point)
 
     def _full_pass_of(self, perturbation: int, leaps: tuple[Leap, ...]) -> None:
         """Write the reference loop's pass: every group's perturbation is drawn, used and forgotten."""
@@ -167,7 +176,7 @@ class StepWriter:
                 self._perturbations.sample(group, perturbation, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
                 for leap in () if self._rank.is_beside(group) else leaps:
-                    self._points.perturb((group,), segment, perturbation, leap)
+                    self._eval_points.perturb((group,), segment, perturbation, leap)
         self._perturbations.forget()
 
     # -- updates -----------------------------------------------------------------------------------------------
@@ -175,7 +184,7 @@ class StepWriter:
     def _pending_updates(self, segment: str) -> None:
         for group in self._rank.trainable(segment):
             if self._rank.is_delayed(group):
-                self._points.update(group, segment, step=-1)
+                self._eval_points.update(group, segment, step=-1)
 
     def _immediate_updates(self) -> None:
         """Write the updates that use this step's gradient."""
@@ -199,5 +208,5 @@ class StepWriter:
         self.homes.upload(segment, suffix)
         for group in self._updated_with(segment):
             if self._rank.is_delayed(group) == step_before:
-                self._points.update(group, segment, step=-1 if step_before else 0)
+                self._eval_points.update(group, segment, step=-1 if step_before else 0)
         self.homes.offload(segment, changed=True, suffix=suffix)

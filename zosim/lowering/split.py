@@ -33,9 +33,9 @@ from costmodel.formats.codec_time import decode_work, encode_work
 from costmodel.formats.codecs import CodecSpec, codec_spec, message_bytes, most_bytes
 from costmodel.formats.symbols import SymbolStatistics, boundary_statistics
 from costmodel.work import Work
+from zosim.eval_points import EvalPoint
 from zosim.lowering.rank import AxisWriter
 from zosim.plans import INSIDE, Plan
-from zosim.points import Point
 from zosim.program.contents import Message
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Decode, Encode, Recv, Send
@@ -47,17 +47,17 @@ Side = Literal["in", "out", "here"]
 class Boundaries(AxisWriter):
     """Writes messages between stages, and their codecs."""
 
-    def _wire(self, point: Point, boundary: int, side: Side) -> Access:
+    def _wire(self, eval_point: EvalPoint, boundary: int, side: Side) -> Access:
         """Return the access to the message that crosses boundary number `boundary`, of the largest size it can have."""
         # Space for the longest message: how long one is, is known when it has been made.
         size = most_message_bytes(self._plan, boundary, self._rank.num_sequences)
-        return Access(f"wire.{side}.{point}", Message(boundary, point), 0, size)
+        return Access(f"wire.{side}.{eval_point}", Message(boundary, eval_point), 0, size)
 
     def buffers(self) -> Iterator[Buffer]:
         """Yield those of messages."""
         boundaries = list(self._own_boundaries())
-        for point in self._rank.own_points:
-            wires = [(boundary, self._wire(point, boundary, side)) for boundary, side in boundaries]
+        for eval_point in self._rank.own_eval_points:
+            wires = [(boundary, self._wire(eval_point, boundary, side)) for boundary, side in boundaries]
             for name in dict.fromkeys(wire.buffer for _, wire in wires):
                 size = max(wire.size_bytes for _, wire in wires if wire.buffer == name)
                 # Codecs write to host memory; plain numbers go from device to device.
@@ -84,46 +84,46 @@ class Boundaries(AxisWriter):
             return
         boundary = rank.stage - 1
         work = Work(link_bytes=expected_message_bytes(self._plan, boundary, rank.num_sequences))
-        for point in rank.own_points:
+        for eval_point in rank.own_eval_points:
             # On a stream of its own: compute begins with the first message while others come.
-            name, left = f"recv[{point}]", (self._wire(point, boundary, "in"),)
+            name, left = f"recv[{eval_point}]", (self._wire(eval_point, boundary, "in"),)
             op = Recv("pipeline", -1)
             self._emit(name, op, Stream.RECV, "recv", rank.segments[0], (), left, work)
 
-    def before(self, segment: str, point: Point) -> None:
+    def before(self, segment: str, eval_point: EvalPoint) -> None:
         """Write how a message becomes what the segment before the first of this stage left."""
         rank = self._rank
         if segment == rank.segments[0] and not rank.is_first_stage:
             previous = rank.model.segments[rank.model.segments.index(segment) - 1]
-            self._decode(segment, previous, point, rank.stage - 1, "in")
+            self._decode(segment, previous, eval_point, rank.stage - 1, "in")
 
-    def after(self, segment: str, point: Point) -> None:
+    def after(self, segment: str, eval_point: EvalPoint) -> None:
         """Write how what `segment` leaves crosses the boundary behind it, to the next stage or within this one."""
         rank = self._rank
         if segment == rank.segments[-1] and not rank.is_last_stage:
-            wire = self._encode(segment, point, rank.stage, "out")
+            wire = self._encode(segment, eval_point, rank.stage, "out")
             link = Work(link_bytes=expected_message_bytes(self._plan, rank.stage, rank.num_sequences))
             op = Send("pipeline", 1)
-            self._emit(f"send[{point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
+            self._emit(f"send[{eval_point}]", op, Stream.LINK, "send", segment, (wire,), (), link)
         elif (boundary := self._plan.encoded_in_place.get(segment)) is not None:
             # Within a stage nothing is sent, but a codec rounds as it does between stages.
-            self._encode(segment, point, boundary, "here")
-            self._decode(segment, segment, point, boundary, "here")
+            self._encode(segment, eval_point, boundary, "here")
+            self._decode(segment, segment, eval_point, boundary, "here")
 
-    def _encode(self, segment: str, point: Point, boundary: int, side: Side) -> Access:
+    def _encode(self, segment: str, eval_point: EvalPoint, boundary: int, side: Side) -> Access:
         """Write how what `segment` leaves becomes a message, and return where that is."""
-        wire, reads = self._wire(point, boundary, side), (self._rank.hidden(point, segment),)
+        wire, reads = self._wire(eval_point, boundary, side), (self._rank.hidden(eval_point, segment),)
         op = Encode(self._plan.split.codec, self._plan.split.residual_codec)
         work = codec_work(self._plan, boundary, self._rank.num_sequences, "encode")
-        self._emit(f"encode[{point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
+        self._emit(f"encode[{eval_point}]", op, Stream.COMPUTE, "encode", segment, reads, (wire,), work)
         return wire
 
-    def _decode(self, segment: str, left_by: str, point: Point, boundary: int, side: Side) -> None:
+    def _decode(self, segment: str, left_by: str, eval_point: EvalPoint, boundary: int, side: Side) -> None:
         """Write how a message becomes what a segment left; the batch tells its shape."""
-        reads = (self._wire(point, boundary, side), self._rank.batch())
-        left = (self._rank.hidden(point, left_by),)
+        reads = (self._wire(eval_point, boundary, side), self._rank.batch())
+        left = (self._rank.hidden(eval_point, left_by),)
         work = codec_work(self._plan, boundary, self._rank.num_sequences, "decode")
-        self._emit(f"decode[{point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
+        self._emit(f"decode[{eval_point}]", Decode(), Stream.COMPUTE, "decode", segment, reads, left, work)
 
 
 def is_encoded(plan: Plan, boundary: int) -> bool:

@@ -38,11 +38,11 @@ from costmodel.formats import FORMATS
 from costmodel.models.model_spec import ParamGroup
 from costmodel.param_passes import closing_work, perturb_work, update_work
 from costmodel.work import Work
+from zosim.eval_points import BASE, EvalPoint
 from zosim.lowering.mesh import Losses
 from zosim.lowering.perturbations import Perturbations
 from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
 from zosim.lowering.residency import Homes
-from zosim.points import BASE, Point
 from zosim.program.contents import UPDATE_SUM, Named, ParamGroupWeights, is_scaled
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Perturb, Update
@@ -59,18 +59,18 @@ class Leap(NamedTuple):
 
     Attributes
     ----------
-    before, point : Point
+    before, eval_point : EvalPoint
         Where it leads from and to.
     scale : int
         Multiple of the perturbation.
     """
 
-    before: Point
-    point: Point
+    before: EvalPoint
+    eval_point: EvalPoint
     scale: int
 
 
-class Points(AxisWriter):
+class EvalPoints(AxisWriter):
     """Writes perturbations and updates, and knows where the weights of each point lie.
 
     Parameters
@@ -89,9 +89,9 @@ class Points(AxisWriter):
         self._homes = homes
         self._perturbations = perturbations
         self._losses = losses
-        perturbed = filter(lambda point: point.is_perturbed, rank.own_points)
-        self._perturbed = {point: number for number, point in enumerate(perturbed)}
-        self._copies: dict[tuple[str, Point], Access] = {}
+        perturbed = filter(lambda eval_point: eval_point.is_perturbed, rank.own_eval_points)
+        self._perturbed = {eval_point: number for number, eval_point in enumerate(perturbed)}
+        self._copies: dict[tuple[str, EvalPoint], Access] = {}
         self._turn = 0
 
     @property
@@ -112,11 +112,11 @@ class Points(AxisWriter):
         Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
         it has none, its perturbations are drawn if they are kept, or so that the step after can draw them again.
         """
-        plus, minus = Point(perturbation, 1), Point(perturbation, -1)
+        plus, minus = EvalPoint(perturbation, 1), EvalPoint(perturbation, -1)
         if self.are_copies:
             # Each copy is made of the weights as they are, not of the other copy.
             leaps = (Leap(BASE, plus, 1), Leap(BASE, minus, -1))
-            own = tuple(leap for leap in leaps if leap.point in self._perturbed)
+            own = tuple(leap for leap in leaps if leap.eval_point in self._perturbed)
             is_recorded = self._plan.schedule.update == "delayed" and self._plan.perturbations.rng == "mezo"
             return (own,) if own or is_recorded or self._plan.perturbations.kept else ()
         if self._plan.estimator.difference == "central":
@@ -127,27 +127,27 @@ class Points(AxisWriter):
     def perturb(self, groups: Iterable[ParamGroup], segment: str, perturbation: int, leap: Leap) -> None:
         """Write one perturbation of `groups`."""
         # Copies that are written ahead take turns in two buffers.
-        number = self._take_turn(segment, leap.point)
+        number = self._take_turn(segment, leap.eval_point)
         for group in groups:
             place = self._homes.place(group, segment)
             read = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.before))
-            left = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.point))
+            left = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.eval_point))
             if self.are_copies:
-                left = self._copy(group, segment, leap.point, number)
-                self._copies[group.name, leap.point] = left
+                left = self._copy(group, segment, leap.eval_point, number)
+                self._copies[group.name, leap.eval_point] = left
             self._perturb_one(group, segment, perturbation, leap, read, left)
 
-    def weights(self, group: ParamGroup, segment: str, point: Point) -> tuple[Access, ...]:
-        """Return what a forward of `segment` at `point` reads of `group`."""
+    def weights(self, group: ParamGroup, segment: str, eval_point: EvalPoint) -> tuple[Access, ...]:
+        """Return what a forward of `segment` at `eval_point` reads of `group`."""
         place = self._homes.place(group, segment)
-        if point.is_perturbed and self._rank.is_beside(group):
+        if eval_point.is_perturbed and self._rank.is_beside(group):
             return (
                 *self._homes.weights(group, place, 0),
-                self._perturbations.sampled(group, point.perturbation),
+                self._perturbations.sampled(group, eval_point.perturbation),
             )
-        if not (self.are_copies and point.is_perturbed and group.num_trainable):
-            return self._homes.weights(group, place, 0, point)
-        return (*self._homes.frozen(group, place), self._copies[group.name, point])
+        if not (self.are_copies and eval_point.is_perturbed and group.num_trainable):
+            return self._homes.weights(group, place, 0, eval_point)
+        return (*self._homes.frozen(group, place), self._copies[group.name, eval_point])
 
     def leaves_changed(self, segment: str) -> bool:
         """Whether a visit of a step leaves parameters of `segment` in other bits than they came in."""
@@ -164,7 +164,9 @@ class Points(AxisWriter):
         z = self._perturbations.sampled(group, perturbation)
         is_fused = self._storage.keeps_signs or is_scaled(z.what)
         label, at = (
-            ("perturb", str(leap.point)) if leap.point.is_perturbed else ("restore", f"q{perturbation}")
+            ("perturb", str(leap.eval_point))
+            if leap.eval_point.is_perturbed
+            else ("restore", f"q{perturbation}")
         )
         self._emit(
             f"{group.name}/{label}[{at}]",
@@ -198,15 +200,15 @@ class Points(AxisWriter):
         if not self._rank.is_full_pass:
             return 2 if is_ahead else 1
         # Both signs of a perturbation come of one draw, so both copies of the whole model are there at once.
-        of_perturbation = max(Counter(point.perturbation for point in self._perturbed).values())
+        of_perturbation = max(Counter(eval_point.perturbation for eval_point in self._perturbed).values())
         return min(len(self._perturbed), 2) if is_ahead else of_perturbation
 
-    def _copy(self, group: ParamGroup, segment: str, point: Point, number: int) -> Access:
-        """Return the access to the copy of `group` at `point` in one of the buffers for them."""
+    def _copy(self, group: ParamGroup, segment: str, eval_point: EvalPoint, number: int) -> Access:
+        """Return the access to the copy of `group` at `eval_point` in one of the buffers for them."""
         copied = self._copied(segment)
         before = copied[: copied.index(group)]
         offset = sum(map(self._trainable_bytes, before))
-        what = ParamGroupWeights(group.name, point)
+        what = ParamGroupWeights(group.name, eval_point)
         return Access(f"copy.{number}", what, 0, self._trainable_bytes(group), offset)
 
     def _copied(self, segment: str) -> tuple[ParamGroup, ...]:
@@ -218,13 +220,13 @@ class Points(AxisWriter):
     def _trainable_bytes(self, group: ParamGroup) -> int:
         return self._homes.trainable_bytes(group, self._plan.weights.dtype)
 
-    def _take_turn(self, segment: str, point: Point) -> int:
+    def _take_turn(self, segment: str, eval_point: EvalPoint) -> int:
         """Return the number of the buffer that a copy goes into."""
         # Embedding and head always use the first buffer.
         if self._num_copies < 2 or not self._takes_turns(segment):
             return 0
         if self._rank.is_full_pass:
-            return self._perturbed[point] % self._num_copies
+            return self._perturbed[eval_point] % self._num_copies
         self._turn += 1
         return self._turn % self._num_copies
 

@@ -35,6 +35,7 @@ from itertools import chain, groupby
 
 from costmodel.models.model_spec import ModelSpec, block_segment
 from topology.limits import whole_number
+from zosim.eval_points import BASE
 from zosim.hardware.machine import Activity, Machine
 from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
@@ -42,7 +43,6 @@ from zosim.lowering.schedule import StepWriter
 from zosim.planning.block_graph import BlockGraph, Execution, Seconds, StageStep, chained_s, period_s
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.plans import Plan
-from zosim.points import BASE
 from zosim.program import Program
 from zosim.program.instructions import Buffer, Instruction
 from zosim.program.operations import Collective, Recv, Send
@@ -166,12 +166,12 @@ def _part(plan: Plan, rank: int) -> Hashable:
     Of its place in the mesh these are its points, sequences and segments; and among how many ranks.
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
-    points = plan.points_of(rank)
+    eval_points = plan.eval_points_of(rank)
     # Staging buffers change the order of blocks, not what is done for one.
     residency = plan.residency.model_copy(update={"num_staging_buffers": 1})
     return (
-        len(points),
-        BASE in points,
+        len(eval_points),
+        BASE in eval_points,
         len(plan.rows_of(rank)),
         plan.placement.world_size,
         stage,

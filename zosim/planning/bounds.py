@@ -27,6 +27,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from topology.units import format_bytes
+from zosim.eval_points import BASE
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
@@ -34,7 +35,6 @@ from zosim.planning.block_bound import BlockBound, BlockBounder
 from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.plans import Mesh, Placement, Plan
-from zosim.points import BASE
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,14 @@ class Bounds:
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for rank, device in enumerate(plan.placement.devices):
             stage = plan.mesh.coordinates(rank).stage
-            points = plan.points_of(rank)
-            kind = (len(points), BASE in points, len(plan.rows_of(rank)), stage, machines[rank].shape)
+            eval_points = plan.eval_points_of(rank)
+            kind = (
+                len(eval_points),
+                BASE in eval_points,
+                len(plan.rows_of(rank)),
+                stage,
+                machines[rank].shape,
+            )
             if kind not in number_of:
                 number_of[kind] = len(ranks)
                 ranks.append(rank)

@@ -45,7 +45,7 @@ def reasons(
     yield from about_host_memory(chosen.planned)
     yield from about_formats(chosen.planned)
     yield from _about_quantization(chosen, others)
-    if chosen.plan.points_are_adapters:
+    if chosen.plan.perturbs_by_adapters:
         yield from _about_adapters(chosen.plan)
     faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
     if faster:
@@ -84,7 +84,7 @@ def _about_quantization(chosen: Candidate, others: Sequence[Candidate]) -> Itera
 
 def _about_adapters(plan: Plan) -> Iterator[str]:
     """Yield what one forward of all points saves and takes."""
-    count = len(plan.points)
+    count = len(plan.eval_points)
     yield (
         f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
         "rows of a batch in memory"

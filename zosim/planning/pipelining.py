@@ -72,7 +72,7 @@ def pipelining(planned: PlannedRun) -> Pipelining:
         )
     first = plan.mesh.pipelines[0]
     bubbles = tuple(1 - _working(planned, rank) for rank in first)
-    return Pipelining(bubbles, tuple(traffic), len(plan.points))
+    return Pipelining(bubbles, tuple(traffic), len(plan.eval_points))
 
 
 def _working(planned: PlannedRun, rank: int) -> float:
@@ -102,7 +102,7 @@ def about_stages(planned: PlannedRun) -> Iterator[str]:
     num_boundaries = pipelines * (plan.num_stages - 1)
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
-    yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_points * num_boundaries} by SparQ's count {formula}{each}"
+    yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_eval_points * num_boundaries} by SparQ's count {formula}{each}"
     yield (
         f"back go {figures.num_losses} losses, in one exchange: {counts.num_scalars} scalars that "
         f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_perturbations * num_boundaries}"

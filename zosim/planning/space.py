@@ -39,7 +39,7 @@ from zosim.planning.split_search import Costs, PlacedPipeline, splits
 from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
 
 Transfers = Literal["private", "shared", "sliced"]
-Point = Mapping[str, Mapping[str, object]]
+AxisValues = Mapping[str, Mapping[str, object]]
 """Values of fields, by axis and name."""
 _STAGING_BUFFERS = (1, 2, 3)
 _QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
@@ -143,7 +143,7 @@ def meshes(request: Request) -> Iterator[Mesh]:
     if request.config.given("mesh") is not None:
         yield request.config.given("mesh")
         return
-    points, is_uniform = request.axis(Estimator).num_points, _is_uniform(request)
+    points, is_uniform = request.axis(Estimator).num_eval_points, _is_uniform(request)
     admitted = [mesh for mesh in shares(request, stage=1) if request.admits(mesh)]
     for mesh in sorted(admitted, key=lambda mesh: (mesh.world_size, -mesh.perturb)):
         yield mesh
@@ -155,7 +155,11 @@ def meshes(request: Request) -> Iterator[Mesh]:
 
 def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
     """Yield the meshes of so many stages that share a step out among as many ranks as are asked for, or worth a try."""
-    limit, points, sizes = request.max_ranks // stage, request.axis(Estimator).num_points, _sizes(request)
+    limit, points, sizes = (
+        request.max_ranks // stage,
+        request.axis(Estimator).num_eval_points,
+        _sizes(request),
+    )
     for data in range(1, min(request.config.batch, limit) + 1):
         for perturb in range(1, min(points, limit // data) + 1):
             # A part more helps only if the largest part gets smaller.
@@ -320,8 +324,8 @@ def _plan(
     split_point: tuple[ModelSpec, Split],
     mesh: Mesh,
     placement: Placement,
-    point: Point,
-    fixed: Point | None = None,
+    point: AxisValues,
+    fixed: AxisValues | None = None,
 ) -> Plan:
     """Return one point as a plan, with the fields that the request fixes."""
     fixed = request.config.fixed() if fixed is None else fixed
@@ -343,7 +347,7 @@ def _plan(
         )
 
 
-def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Point]:
+def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[AxisValues]:
     """Yield the values of residency and schedule that the request leaves open."""
     allowed = request.config.residency.given("blocks")
     if "resident" in request.blocks and allowed != "offloaded":
@@ -369,14 +373,14 @@ def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[Poin
                     }
 
 
-def _perturbation_axes(request: Request) -> Iterator[Point]:
+def _perturbation_axes(request: Request) -> Iterator[AxisValues]:
     """Yield when perturbations may be drawn: in turn, or ahead by what writes copies of the weights."""
     yield {}
     if request.axis(Weights).perturbation == "copies":
         yield {"perturbations": {"sampled_ahead": True}}
 
 
-def _quant_configs(request: Request, mesh: Mesh) -> Iterator[Point]:
+def _quant_configs(request: Request, mesh: Mesh) -> Iterator[AxisValues]:
     """Yield the formats that linear layers may be kept in: as all others, or in few bits where loss is allowed.
 
     Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with quantized values.

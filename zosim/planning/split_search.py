@@ -68,9 +68,9 @@ class PlacedPipeline:
         return self.mesh.most_sequences(self.plan.batch)
 
     @property
-    def num_points(self) -> int:
+    def num_eval_points(self) -> int:
         """Evaluation points that the fullest pipeline forwards."""
-        return self.mesh.most_points(self.plan.estimator.num_points)
+        return self.mesh.most_eval_points(self.plan.estimator.num_eval_points)
 
     @property
     def num_stages(self) -> int:
@@ -151,7 +151,7 @@ class Costs:
                 seconds[item.segment] += machine.activity(program, item).seconds
         # Blocks that were left out are like the last of those that were not.
         like = [_standing_for(segment, small) for segment in self.whole.segments]
-        points = len(plan.points)
+        num_eval_points = len(plan.eval_points)
         sampled = [
             sum(
                 num_sampled(group, plan.perturbations)
@@ -173,7 +173,7 @@ class Costs:
             for work in works
         ]
         return SegmentSeconds(
-            np.array([forward[segment] / points for segment in like]),
+            np.array([forward[segment] / num_eval_points for segment in like]),
             np.array([once[segment] for segment in like]),
             np.array(skips),
             np.array(stored, dtype=np.float64),
@@ -271,13 +271,13 @@ class Ranking:
         busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
         last = len(names) + 1
         # The cheapest split points up to each place: the fullest stage, all messages, the slowest point.
-        cheapest = [(busy[0].copy(), table.boundary_s.copy(), table.point_s[0].copy())]
+        cheapest = [(busy[0].copy(), table.boundary_s.copy(), table.eval_point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
         for _ in range(num_boundaries):
             most, sent, slowest = cheapest[-1]
             most, sent = np.maximum(most[:, None], busy), sent[:, None] + table.boundary_s[None, :]
-            slowest = np.maximum(slowest[:, None], table.point_s)
-            seconds = np.maximum(most, table.total_s + sent + (self._pipeline.num_points - 1) * slowest)
+            slowest = np.maximum(slowest[:, None], table.eval_point_s)
+            seconds = np.maximum(most, table.total_s + sent + (self._pipeline.num_eval_points - 1) * slowest)
             # Every stage ends behind the one before; a point of the model is entered from a split point.
             seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
             seconds[0] = np.inf
@@ -295,7 +295,7 @@ class Ranking:
         return tuple(names[place - 1] for place in reversed(places[1:]))
 
     def _table(self, names: Sequence[str]) -> _CostTable:
-        seconds, points = self._costs.seconds(self._pipeline), self._pipeline.num_points
+        seconds, num_eval_points = self._costs.seconds(self._pipeline), self._pipeline.num_eval_points
         # Sums up to each place, whose differences are what lies between two.
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
         boundaries = np.array(
@@ -308,9 +308,9 @@ class Ranking:
         )
         own = forward[None, :] - forward[:, None] + decode[:, None] + encode[None, :]
         # A stage skips the numbers of all stages before it.
-        busy = once[None, :] - once[:, None] + skip[:, None] + points * own
+        busy = once[None, :] - once[:, None] + skip[:, None] + num_eval_points * own
         return _CostTable(
-            np.maximum(busy, points * transfer[None, :]),
+            np.maximum(busy, num_eval_points * transfer[None, :]),
             np.maximum(own, transfer[None, :]),
             boundaries.sum(1),
             stored[None, :] - stored[:, None],
@@ -322,9 +322,9 @@ class Ranking:
         table, last = self._table(split_points), len(split_points) + 1
         places = list(itertools.pairwise(range(last + 1)))
         busy_s = max(table.busy_s[place] for place in places)
-        point_s = max(table.point_s[place] for place in places)
+        eval_point_s = max(table.eval_point_s[place] for place in places)
         sent_s = table.total_s + table.boundary_s.sum()
-        return float(max(busy_s, sent_s + (self._pipeline.num_points - 1) * point_s))
+        return float(max(busy_s, sent_s + (self._pipeline.num_eval_points - 1) * eval_point_s))
 
     def weight_bytes(self, split_points: Sequence[str]) -> float:
         """Return the weights of the fullest stage."""
@@ -422,7 +422,7 @@ class _CostTable:
 
     Attributes
     ----------
-    busy_s, point_s, weight_bytes : array of shape (num_places, num_places)
+    busy_s, eval_point_s, weight_bytes : array of shape (num_places, num_places)
         Of a stage from the one place to the other: seconds of a step, seconds for one evaluation point, and its weights.
     boundary_s : array of shape (num_places,)
         Of one message across each place; 0 at both ends.
@@ -431,7 +431,7 @@ class _CostTable:
     """
 
     busy_s: Seconds
-    point_s: Seconds
+    eval_point_s: Seconds
     boundary_s: Seconds
     weight_bytes: Seconds
     total_s: float

@@ -78,7 +78,7 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
     for mesh in _meshes(request, costs):
         pipeline = pipeline_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
         # Meshes whose pipelines do the same are ranked once.
-        key = pipeline.num_stages, pipeline.num_sequences, pipeline.num_points
+        key = pipeline.num_stages, pipeline.num_sequences, pipeline.num_eval_points
         if key not in known:
             ranking = Ranking(pipeline, request.split_options, costs)
             known[key] = ranking, _best(request, ranking)

@@ -21,6 +21,7 @@ from topology.errors import PlanError
 from topology.limits import Extent
 from topology.validation import readable
 from zosim.documents import Document, DocumentType
+from zosim.eval_points import EvalPoint, eval_points_of_step
 from zosim.plans.estimator import Estimator
 from zosim.plans.forward import ForwardPass
 from zosim.plans.low_bits import LowBits
@@ -33,7 +34,6 @@ from zosim.plans.setting import Axis, Section, Setting, fields_of, is_decisive
 from zosim.plans.split import INSIDE, Split, check_split_points, last_before, split_point_behind
 from zosim.plans.upgrade import PLAN_VERSION, upgrade
 from zosim.plans.weights import StorageDType, Weights
-from zosim.points import Point, points_of_step
 
 __all__ = [
     "AXES",
@@ -184,14 +184,14 @@ class Plan(Axis, Document):
         return self.batch * self.seq
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def eval_points(self) -> tuple[EvalPoint, ...]:
         """Evaluation points of one step, in the order in which a segment visits them."""
-        return points_of_step(self.estimator.num_perturbations, self.estimator.difference)
+        return eval_points_of_step(self.estimator.num_perturbations, self.estimator.difference)
 
-    def points_of(self, rank: int) -> tuple[Point, ...]:
+    def eval_points_of(self, rank: int) -> tuple[EvalPoint, ...]:
         """Return the evaluation points that `rank` forwards: neighbours, as evenly as can be."""
         part = self.mesh.coordinates(rank).perturb
-        return tuple(self.points[i] for i in _share(len(self.points), self.mesh.perturb, part))
+        return tuple(self.eval_points[i] for i in _share(len(self.eval_points), self.mesh.perturb, part))
 
     def rows_of(self, rank: int) -> range:
         """Return the sequences of the batch that `rank` forwards: neighbours, as evenly as can be."""
@@ -242,7 +242,7 @@ class Plan(Axis, Document):
         return self.storage.linear_format
 
     @property
-    def points_are_adapters(self) -> bool:
+    def perturbs_by_adapters(self) -> bool:
         """Whether weights stay as they are, and points are factors beside them."""
         return self.weights.perturbation == "adapters"
 
@@ -283,13 +283,13 @@ class Plan(Axis, Document):
     @property
     def method(self) -> str:
         """Name of the preset that this plan is a point of, or a description of the point."""
-        point = (self.residency.blocks, self.schedule.update)
+        combination = (self.residency.blocks, self.schedule.update)
         alone = {
             ("resident", "immediate"): "mezo",
             ("resident", "delayed"): "mezo+delayed",
             ("offloaded", "delayed"): "zo2",
             ("offloaded", "immediate"): "zo2-no-efficient-update",
-        }[point]
+        }[combination]
         shared = f"+{self.mesh.shared_by}" if self.mesh.shared_by else ""
         sliced = "+sliced" if self.residency.transfers == "sliced" else ""
         staged = "+stages" if self.mesh.is_staged else "+codec" if self.split.split_points else ""

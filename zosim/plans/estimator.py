@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from topology.limits import NumPerturbations
+from zosim.eval_points import Difference, eval_points_of_step
 from zosim.plans.setting import Axis, Conflict, Setting
-from zosim.points import Difference, points_of_step
 
 if TYPE_CHECKING:
     from zosim.plans import Plan
@@ -71,7 +71,7 @@ class Estimator(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""
-        num_forwards = plan.mesh.most_points(self.num_points) * -(
+        num_forwards = plan.mesh.most_eval_points(self.num_eval_points) * -(
             -len(plan.model.segments) // plan.mesh.stage
         )
         if num_forwards > MAX_FORWARDS:
@@ -90,6 +90,6 @@ class Estimator(Axis):
         return {"central": "2P", "forward": "(P + 1)", "residual": "P"}[self.difference]
 
     @property
-    def num_points(self) -> int:
+    def num_eval_points(self) -> int:
         """Points at which a step evaluates the loss."""
-        return len(points_of_step(self.num_perturbations, self.difference))
+        return len(eval_points_of_step(self.num_perturbations, self.difference))

@@ -139,7 +139,7 @@ class ForwardPass(Axis):
 
     def _conflicts_of_text(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not go with forwards of the whole model at one point, one for each token."""
-        num_messages = len(plan.points) * (self.num_new_tokens or 0)
+        num_messages = len(plan.eval_points) * (self.num_new_tokens or 0)
         # Stages first: where blocks are and how they are visited is often the planner's choice, the mesh rarely is.
         for is_requested, what, remedy in (
             (
@@ -157,7 +157,7 @@ class ForwardPass(Axis):
                 f"traversal={plan.schedule.traversal}, which has no point at which all blocks are",
                 "use --traversal full",
             ),
-            (plan.points_are_adapters, "weights=adapters", "use --weights serial or copies"),
+            (plan.perturbs_by_adapters, "weights=adapters", "use --weights serial or copies"),
             (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),
             (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
         ):

@@ -291,7 +291,7 @@ class LowBits(Axis):
                 "leave --keep-perturbations out",
             )
         if plan.weights.perturbation != "serial" and not (
-            plan.points_are_adapters and plan.model.tunes_left_factors
+            plan.perturbs_by_adapters and plan.model.tunes_left_factors
         ):
             yield (
                 (

@@ -135,9 +135,9 @@ class Mesh(Axis):
         """Return the most sequences of a batch of `batch` that one rank forwards."""
         return -(-batch // self.data)
 
-    def most_points(self, num_points: int) -> int:
-        """Return the most of `num_points` evaluation points that one rank forwards."""
-        return -(-num_points // self.perturb)
+    def most_eval_points(self, num_eval_points: int) -> int:
+        """Return the most of `num_eval_points` evaluation points that one rank forwards."""
+        return -(-num_eval_points // self.perturb)
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
@@ -175,13 +175,13 @@ class Mesh(Axis):
                 ),
                 f"use data={plan.batch} or less, or a larger batch",
             )
-        if self.perturb > len(plan.points):
+        if self.perturb > len(plan.eval_points):
             yield (
                 (
-                    f"perturb={self.perturb} is more than the {len(plan.points)} evaluation points of a step: "
+                    f"perturb={self.perturb} is more than the {len(plan.eval_points)} evaluation points of a step: "
                     "some rank would have none"
                 ),
-                f"use perturb={len(plan.points)} or less, or more perturbations",
+                f"use perturb={len(plan.eval_points)} or less, or more perturbations",
             )
         if self.stage > 1 and len(plan.split.split_points) != self.stage - 1:
             yield (

@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
-from zosim.points import BASE, Point, from_text, parse_point
+from zosim.eval_points import BASE, EvalPoint, from_text, parse_eval_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,21 @@ class ParamGroupWeights:
     Attributes
     ----------
     group : str
-    point : Point
+    eval_point : EvalPoint
         Where they have been perturbed to.
     updated_to : int or None
         The last perturbation of a step whose update they have, where those of later perturbations are still missing.
     """
 
     group: str
-    point: Point = BASE
+    eval_point: EvalPoint = BASE
     updated_to: int | None = None
 
     def __str__(self) -> str:
         return (
-            f"{self.group}@u{self.updated_to}" if self.updated_to is not None else _at(self.group, self.point)
+            f"{self.group}@u{self.updated_to}"
+            if self.updated_to is not None
+            else _at(self.group, self.eval_point)
         )
 
 
@@ -126,10 +128,10 @@ class Hidden:
     """What a segment leaves for the next."""
 
     segment: str
-    point: Point
+    eval_point: EvalPoint
 
     def __str__(self) -> str:
-        return _at(f"{self.segment}:out", self.point)
+        return _at(f"{self.segment}:out", self.eval_point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,10 @@ class Message:
     """What a segment leaves, encoded, as it crosses a boundary; boundaries are numbered from 0, in the order of split points."""
 
     boundary: int
-    point: Point
+    eval_point: EvalPoint
 
     def __str__(self) -> str:
-        return _at(f"boundary.{self.boundary}:message", self.point)
+        return _at(f"boundary.{self.boundary}:message", self.eval_point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +151,16 @@ class Loss:
 
     Attributes
     ----------
-    point : Point
+    eval_point : EvalPoint
     is_own : bool
         Whether it is that of one rank's sequences, with the number of labels that it is the mean over.
     """
 
-    point: Point
+    eval_point: EvalPoint
     is_own: bool = False
 
     def __str__(self) -> str:
-        return _at("loss:own" if self.is_own else "loss", self.point)
+        return _at("loss:own" if self.is_own else "loss", self.eval_point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +243,8 @@ def is_scaled(what: Contents) -> bool:
     return isinstance(what, Perturbation) and what.is_scaled
 
 
-def _at(name: str, point: Point) -> str:
-    return name if point is BASE or point == BASE else f"{name}@{point}"
+def _at(name: str, eval_point: EvalPoint) -> str:
+    return name if eval_point is BASE or eval_point == BASE else f"{name}@{eval_point}"
 
 
 _PLAIN = {contents.name: contents for contents in (BATCH, PACKED_LOSSES, UNSET, FREED)}
@@ -260,14 +262,14 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] 
             r"rng:(.+?)(\+)?@q(\d+)",
             lambda m: GeneratorState(m[1], int(m[3]), m[2] is not None),
         ),
-        (r"loss(:own)?(?:@(.*))?", lambda m: Loss(parse_point(m[2] or ""), m[1] is not None)),
+        (r"loss(:own)?(?:@(.*))?", lambda m: Loss(parse_eval_point(m[2] or ""), m[1] is not None)),
         (r"g@q(\d+)", lambda m: ProjectedGradient(int(m[1]))),
-        (r"boundary\.(\d+):message(?:@(.*))?", lambda m: Message(int(m[1]), parse_point(m[2] or ""))),
-        (r"(.+):out(?:@(.*))?", lambda m: Hidden(m[1], parse_point(m[2] or ""))),
+        (r"boundary\.(\d+):message(?:@(.*))?", lambda m: Message(int(m[1]), parse_eval_point(m[2] or ""))),
+        (r"(.+):out(?:@(.*))?", lambda m: Hidden(m[1], parse_eval_point(m[2] or ""))),
         (r"([^:@]+):frozen", lambda m: FrozenWeights(m[1])),
         (r"(?!(?:z|rng|loss):)([^@]*:[^@]*)(?:@(.*))?", lambda m: Named(m[1], m[2] or "")),
         (r"([^@:]+)@u(\d+)", lambda m: ParamGroupWeights(m[1], BASE, int(m[2]))),
-        (r"([^@:]+)(?:@(.*))?", lambda m: ParamGroupWeights(m[1], parse_point(m[2] or ""))),
+        (r"([^@:]+)(?:@(.*))?", lambda m: ParamGroupWeights(m[1], parse_eval_point(m[2] or ""))),
     )
 )
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from costmodel.devices.collectives import CollectiveName
 from costmodel.formats.distributions import DistributionName
-from zosim.points import WrittenPoint
+from zosim.eval_points import WrittenEvalPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Forward:
     Attributes
     ----------
     segment : str
-    point : Point
+    eval_point : EvalPoint
         Files have it as ``"q0+"``, ``"q0-"`` ... or ``"base"``.
     gather : tuple of str
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
@@ -148,7 +148,7 @@ class Forward:
     beside : tuple of str
         Groups that are read unperturbed, and whose perturbation is added in the products that they are in.
     together : tuple of Point
-        All points that it is at, side by side in one batch, `point` the first of them; empty where it is at one.
+        All points that it is at, side by side in one batch, `eval_point` the first of them; empty where it is at one.
     microbatch : int
         In a first-order step, which part of the batch.
     num_new_tokens : int
@@ -157,10 +157,10 @@ class Forward:
     """
 
     segment: str
-    point: WrittenPoint
+    eval_point: WrittenEvalPoint
     gather: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    together: tuple[WrittenPoint, ...] = ()
+    together: tuple[WrittenEvalPoint, ...] = ()
     microbatch: int = 0
     num_new_tokens: int = 0
     kind: Literal["forward"] = "forward"

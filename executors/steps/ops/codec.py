@@ -191,7 +191,7 @@ class BoundaryActions:
     def _what(self, wire: Access) -> str:
         """Return a message in words: its split point and evaluation point."""
         message = _message(wire)
-        at = message.point if message.point.is_perturbed else "the base"
+        at = message.eval_point if message.eval_point.is_perturbed else "the base"
         return f"split point {self._boundary_names.get(message.boundary, message.boundary)} at {at}"
 
     def _generator(self, frame: StepFrame, wire: Access, part: int) -> Generator:

@@ -14,7 +14,7 @@ from executors.steps.micro_batches import accumulated
 from executors.steps.ops.context import Context, Ranks
 from executors.steps.ops.operands import Action, Unfit
 from topology.errors import ProgramError, RunError
-from zosim.points import BASE, Point
+from zosim.eval_points import BASE, EvalPoint
 from zosim.program.contents import Loss
 from zosim.program.instructions import Access, Instruction
 from zosim.program.operations import Collective, Scalar
@@ -102,14 +102,14 @@ class Exchanges:
     def _projected_gradient(self, instruction: Instruction) -> Action:
         op = instruction.op
         assert isinstance(op, Scalar)
-        points = _points_of(instruction.reads)
-        plus, minus = Point(op.perturbation, 1), Point(op.perturbation, -1)
-        if set(points) not in ({plus, minus}, {plus, BASE}, {plus}) or len(points) != 2:
-            names = ", ".join(map(str, points)) or "no point"
+        eval_points = _eval_points_of(instruction.reads)
+        plus, minus = EvalPoint(op.perturbation, 1), EvalPoint(op.perturbation, -1)
+        if set(eval_points) not in ({plus, minus}, {plus, BASE}, {plus}) or len(eval_points) != 2:
+            names = ", ".join(map(str, eval_points)) or "no point"
             raise Unfit(f"makes a projected gradient of losses at {names}")
-        other = minus if minus in points else BASE
+        other = minus if minus in eval_points else BASE
         epsilon, backend = self._context.hyperparameters.epsilon, self._context.backend
-        if set(points) == {plus}:
+        if set(eval_points) == {plus}:
             return self._residual(op.perturbation, plus, epsilon)
 
         def scalar(frame: StepFrame) -> None:
@@ -125,29 +125,29 @@ class Exchanges:
 
         return scalar
 
-    def _residual(self, perturbation: int, point: Point, epsilon: float) -> Action:
+    def _residual(self, perturbation: int, eval_point: EvalPoint, epsilon: float) -> Action:
         """Return what makes a projected gradient of a loss and that of the step before; in the first step it is 0."""
 
         def scalar(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            loss = frame.losses_read[point] = frame.losses[point].double().item()
+            loss = frame.losses_read[eval_point] = frame.losses[eval_point].double().item()
             # The first step has no step before: measured against itself, its gradient is 0.
-            before = float(frame.losses_before.setdefault(point, loss))
+            before = float(frame.losses_before.setdefault(eval_point, loss))
             frame.gradients[perturbation] = (loss - before) / epsilon
 
         return scalar
 
-    def _points(self) -> list[Point]:
+    def _eval_points(self) -> list[EvalPoint]:
         """Return the evaluation points of all ranks, in the order in which their losses lie side by side."""
         for instruction in self._program.step:
             if isinstance(instruction.op, Scalar) and instruction.op.function == "mean_loss":
-                return _points_of(instruction.writes)
+                return _eval_points_of(instruction.writes)
         raise ProgramError(f"program {self._program.name} packs losses but does not average them")
 
     def _pack(self, instruction: Instruction) -> Action:
-        places = {point: place for place, point in enumerate(self._points())}
-        own = _points_of(instruction.reads)
+        places = {eval_point: place for place, eval_point in enumerate(self._eval_points())}
+        own = _eval_points_of(instruction.reads)
 
         def pack(frame: StepFrame) -> None:
             if frame.replayed:
@@ -156,15 +156,17 @@ class Exchanges:
             # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
             # A point that another rank forwards is marked, so that nobody takes its 0 for a loss.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
-            losses = torch.stack([frame.losses[point].double() for point in own]).cpu() if own else ()
-            for point, loss in zip(own, losses, strict=True):
-                packed[places[point], 0], packed[places[point], 1] = loss, num_averaged
+            losses = (
+                torch.stack([frame.losses[eval_point].double() for eval_point in own]).cpu() if own else ()
+            )
+            for eval_point, loss in zip(own, losses, strict=True):
+                packed[places[eval_point], 0], packed[places[eval_point], 1] = loss, num_averaged
             frame.packed = packed
 
         return pack
 
     def _mean(self, instruction: Instruction) -> Action:
-        points = _points_of(instruction.writes)
+        eval_points = _eval_points_of(instruction.writes)
 
         def mean(frame: StepFrame) -> None:
             if frame.replayed:
@@ -172,18 +174,18 @@ class Exchanges:
             assert frame.gathered is not None
             # A rank without the head has no loss of its own to take the format from.
             dtype = self._context.remote_loss_dtype or next(iter(frame.losses.values())).dtype
-            for place, point in enumerate(points):
+            for place, eval_point in enumerate(eval_points):
                 mean_loss = _mean_of(frame.gathered[:, place], dtype, self._context.backend.device)
                 if mean_loss is None:
-                    message = f"no rank computed {point} in step {frame.step}"
+                    message = f"no rank computed {eval_point} in step {frame.step}"
                     raise RunError(message, hint="run every rank on the program of its own role")
-                frame.losses[point] = mean_loss
+                frame.losses[eval_point] = mean_loss
 
         return mean
 
 
-def _points_of(losses: Sequence[Access]) -> list[Point]:
-    return [access.what.point for access in losses if isinstance(access.what, Loss)]
+def _eval_points_of(losses: Sequence[Access]) -> list[EvalPoint]:
+    return [access.what.eval_point for access in losses if isinstance(access.what, Loss)]
 
 
 def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -26,7 +26,7 @@ from executors.steps.graphs import Arguments
 from executors.steps.micro_batches import accumulated, micro_batches
 from executors.steps.ops.context import Context, rounding_of
 from executors.steps.ops.operands import Action, Unfit, location_of, of_group, only
-from zosim.points import Point
+from zosim.eval_points import EvalPoint
 from zosim.program import Program
 from zosim.program.contents import (
     Hidden,
@@ -129,7 +129,7 @@ class Forwards:
             values[output] = outputs
             if op.segment == HEAD:
                 counts = [part.num_averaged for part in context.loaded.parts]
-                frame.losses[op.point] = accumulated([as_tensor(loss) for loss in outputs], counts)
+                frame.losses[op.eval_point] = accumulated([as_tensor(loss) for loss in outputs], counts)
 
         return forward
 
@@ -203,17 +203,20 @@ class Forwards:
             for group, scales in groups:
                 # The base reads any perturbation, times nothing.
                 first = next(iter(perturbation for name, perturbation in factors_of if name == group))
-                perturbations = [point.perturbation if point.is_perturbed else first for point in op.together]
+                perturbations = [
+                    eval_point.perturbation if eval_point.is_perturbed else first
+                    for eval_point in op.together
+                ]
                 accesses = [factors_of[group, perturbation] for perturbation in perturbations]
                 if isinstance(accesses[0].what, Perturbation):
                     views = [store.placed(access).qvalues for access in accesses]
                     for number, tensor in enumerate(store.trainable(group).tensors):
-                        along = [of_point[number][:] for of_point in views]
+                        along = [of_eval_point[number][:] for of_eval_point in views]
                         paths[tensor.parameter] = forward_runner.path_of_left(tensor.parameter, along, scales)
                     continue
-                of_points = [values[location_of(access)] for access in accesses]
+                of_eval_points = [values[location_of(access)] for access in accesses]
                 for number, tensor in enumerate(store.trainable(group).tensors):
-                    factors = [(of.lefts[number], of.rights[number]) for of in of_points]
+                    factors = [(of.lefts[number], of.rights[number]) for of in of_eval_points]
                     paths[tensor.parameter] = forward_runner.path(tensor.parameter, factors, scales)
             handed = None if source is None else values.pop(source)
             outputs = []
@@ -230,14 +233,14 @@ class Forwards:
                 values[output] = outputs
                 return
             counts = [part.num_averaged for part in context.loaded.parts]
-            for number, (point, access) in enumerate(zip(op.together, instruction.writes, strict=True)):
+            for number, (eval_point, access) in enumerate(zip(op.together, instruction.writes, strict=True)):
                 losses = [loss[number] for loss in outputs]
                 values[location_of(access)] = losses
-                frame.losses[point] = accumulated(losses, counts)
+                frame.losses[eval_point] = accumulated(losses, counts)
 
         return together
 
-    def _scales_of(self, group: str, points: Sequence[Point]) -> list[float]:
+    def _scales_of(self, group: str, eval_points: Sequence[EvalPoint]) -> list[float]:
         """Return what ``U·Vᵀ`` is multiplied by at each point."""
         op = next(
             i.op
@@ -247,7 +250,7 @@ class Forwards:
         unit = 1 / rounding_of(op).scale if op.bits else 1.0
         epsilon = self._context.hyperparameters.epsilon * unit
         divisor = divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power) if op.rank else 1.0
-        return [point.sign * epsilon / divisor for point in points]
+        return [eval_point.sign * epsilon / divisor for eval_point in eval_points]
 
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
@@ -257,7 +260,7 @@ class Forwards:
         perturbation = only(
             of_group(group, Perturbation, instruction.reads), f"read of a perturbation of {group}"
         )
-        return _ForwardBeside(self._context, weights, perturbation, op.point)
+        return _ForwardBeside(self._context, weights, perturbation, op.eval_point)
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
@@ -268,11 +271,13 @@ class Forwards:
         }
         path = self._paths.get((instruction.id, group))
         if path is None:
-            raise Unfit(f"gathers {group} at {op.point}, where no later perturbation of the program leads")
+            raise Unfit(
+                f"gathers {group} at {op.eval_point}, where no later perturbation of the program leads"
+            )
         missing = {perturbation for perturbation, _ in path} - set(rows)
         if missing:
             names = ", ".join(f"q{perturbation}" for perturbation in sorted(missing))
-            raise Unfit(f"gathers {group} at {op.point} without the rows of {names}")
+            raise Unfit(f"gathers {group} at {op.eval_point} without the rows of {names}")
         return _GatheredTable(
             self._context, table, [(rows[perturbation], scales) for perturbation, scales in path]
         )
@@ -323,16 +328,16 @@ class _ForwardBeside:
     context: Context
     weights: Access
     perturbation: Access
-    point: Point
+    eval_point: EvalPoint
 
     @contextmanager
     def there(self, frame: StepFrame) -> Iterator[None]:
         """Let them see it there."""
-        context, perturbation = self.context, self.point.perturbation
+        context, perturbation = self.context, self.eval_point.perturbation
         theta, z = context.store.placed(self.weights), context.store.placed(self.perturbation)
         group = theta.section.what.group
         step = PerturbationStep(
-            self.point.sign * context.hyperparameters.epsilon,
+            self.eval_point.sign * context.hyperparameters.epsilon,
             context.rounded_perturbations[group],
             gathered_several,
             gathered,
@@ -368,23 +373,23 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
         op = instruction.op
         if isinstance(op, Forward):
             for group in op.gather:
-                gathering.setdefault(group, []).append(_Gathering(instruction.id, op.point))
+                gathering.setdefault(group, []).append(_Gathering(instruction.id, op.eval_point))
         elif isinstance(op, Perturb | Cast):
             for read, left in product(instruction.reads, instruction.writes):
                 if not (
                     isinstance(read.what, ParamGroupWeights) and isinstance(left.what, ParamGroupWeights)
                 ):
                     continue
-                group, point = left.what.group, left.what.point
+                group, eval_point = left.what.group, left.what.eval_point
                 if read.what.group != group or group not in gathering:
                     continue
                 step = [(op.perturbation, op.scale)] if isinstance(op, Perturb) else []
                 for entry in gathering[group]:
                     steps = entry.steps[location_of(left)] = [*entry.steps.get(location_of(read), []), *step]
-                    if step and entry.point == point:
+                    if step and entry.eval_point == eval_point:
                         paths[entry.forward, group] = _by_perturbation(steps)
                 if step:
-                    gathering[group] = [entry for entry in gathering[group] if entry.point != point]
+                    gathering[group] = [entry for entry in gathering[group] if entry.eval_point != eval_point]
     return paths
 
 
@@ -393,7 +398,7 @@ class _Gathering:
     """A forward that gathers a group at a point, and the perturbations of its weights since, place by place."""
 
     forward: str
-    point: Point
+    eval_point: EvalPoint
     steps: dict[tuple[str, int], list[tuple[int, int]]] = field(default_factory=dict)
 
 

@@ -123,7 +123,7 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
             read = {
                 a.what.group
                 for a in head.reads
-                if isinstance(a.what, ParamGroupWeights) and a.what.point == head.op.point
+                if isinstance(a.what, ParamGroupWeights) and a.what.eval_point == head.op.eval_point
             }
             assert read == {group.name for group in plan.model.param_groups}
         works[count] = heads[0].work

@@ -19,8 +19,8 @@ from proofs_checks.setups.ranks import InProcess, on_all_ranks
 from tests.support.staged import SETTINGS, Case, on_one_device, on_stages
 from tests.support.tiny import batches
 from topology.errors import CodecError, ModelError, RunError, ZosimError
+from zosim.eval_points import EvalPoint
 from zosim.plans import Plan
-from zosim.points import Point
 from zosim.program.contents import Message
 from zosim.program.instructions import Access
 
@@ -153,7 +153,7 @@ def test_lengths_are_bounded(length):
 def test_messages_are_no_longer_than_the_program_says():
     case = Case(("block.1.mlp",), codec="q4:affine:channel", residual_codec="none", size=2)
     plan = case.plan()
-    (wire,) = {access for i in sessions(case, lambda s: s.program)[0].step for access in i.writes if access.what == Message(0, Point(0, 1))}  # fmt: skip
+    (wire,) = {access for i in sessions(case, lambda s: s.program)[0].step for access in i.writes if access.what == Message(0, EvalPoint(0, 1))}  # fmt: skip
     assert isinstance(wire, Access)
     shapes = {"q4:affine:channel": (2, plan.seq, 52), "none": (2, plan.seq, 32)}
     assert wire.size_bytes == sum(most_bytes(codec_spec(name), shape, 4) for name, shape in shapes.items())

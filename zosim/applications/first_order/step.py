@@ -13,10 +13,10 @@ from costmodel.param_passes import copy_work
 from costmodel.work import Work
 from zosim.applications.first_order.layout import ID_BYTES, FirstOrderLayout, Phase, Side
 from zosim.applications.first_order.settings import FirstOrder, turns
+from zosim.eval_points import BASE
 from zosim.lowering.rank import Listing
 from zosim.lowering.split import codec_work, expected_message_bytes
 from zosim.plans import Plan
-from zosim.points import BASE
 from zosim.program.instructions import Access, Stream
 from zosim.program.operations import (
     Backward,

@@ -21,7 +21,7 @@ _PERTURBATION = re.compile(r"q(\d+)([+-])", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class EvalPoint:
     """The weights ``θ + sign·ε·z``, with the perturbation ``z`` of one perturbation.
 
     Attributes
@@ -49,12 +49,12 @@ class Point:
         return f"q{self.perturbation}{'+' if self.sign > 0 else '-'}" if self.sign else "base"
 
 
-BASE = Point()
+BASE = EvalPoint()
 """The unperturbed weights."""
 
 
 @cache
-def parse_point(text: str) -> Point:
+def parse_eval_point(text: str) -> EvalPoint:
     """Return the point that is written as `text`; the empty text is the base, too.
 
     Raises
@@ -65,29 +65,29 @@ def parse_point(text: str) -> Point:
     if text in ("", "base"):
         return BASE
     if match := _PERTURBATION.fullmatch(text):
-        return Point(int(match[1]), _SIGNS[match[2]])
+        return EvalPoint(int(match[1]), _SIGNS[match[2]])
     raise ValueError(f"{text!r} is no evaluation point, as q0+, q0-, q1+ and base are")
 
 
 @lru_cache(maxsize=64)
-def points_of_step(num_perturbations: int, difference: Difference) -> tuple[Point, ...]:
+def eval_points_of_step(num_perturbations: int, difference: Difference) -> tuple[EvalPoint, ...]:
     """Return the points of one step, in the order in which a segment visits them."""
     if difference == "central":
         return tuple(
-            Point(perturbation, sign) for perturbation in range(num_perturbations) for sign in (1, -1)
+            EvalPoint(perturbation, sign) for perturbation in range(num_perturbations) for sign in (1, -1)
         )
     base = (BASE,) if difference == "forward" else ()
-    return (*base, *(Point(perturbation, 1) for perturbation in range(num_perturbations)))
+    return (*base, *(EvalPoint(perturbation, 1) for perturbation in range(num_perturbations)))
 
 
-def points_of_perturbation(perturbation: int, difference: Difference) -> tuple[Point, ...]:
+def eval_points_of_perturbation(perturbation: int, difference: Difference) -> tuple[EvalPoint, ...]:
     """Return the points of a step whose losses make the projected gradient of `perturbation`, the one at ``+ε`` first."""
-    others: dict[Difference, tuple[Point, ...]] = {
-        "central": (Point(perturbation, -1),),
+    others: dict[Difference, tuple[EvalPoint, ...]] = {
+        "central": (EvalPoint(perturbation, -1),),
         "forward": (BASE,),
         "residual": (),
     }
-    return (Point(perturbation, 1), *others[difference])
+    return (EvalPoint(perturbation, 1), *others[difference])
 
 
 def from_text(parse: Callable[[str], object]) -> PlainValidator:
@@ -101,5 +101,5 @@ def from_text(parse: Callable[[str], object]) -> PlainValidator:
     return PlainValidator(read)
 
 
-WrittenPoint = Annotated[Point, from_text(parse_point), PlainSerializer(str, return_type=str)]
+WrittenEvalPoint = Annotated[EvalPoint, from_text(parse_eval_point), PlainSerializer(str, return_type=str)]
 """A point that files hold as text."""
