@@ -103,10 +103,11 @@ def _as_version_1(data: object) -> object:
     if "version" in old:
         old["version"] = 1
     if "what" in old:
-        old["what"], _, eval_point = str(old["what"]).partition("@")
-        old |= {"point": eval_point} if eval_point else {}
-    elif old.get("point") == "base":
-        old["point"] = ""
+        old["what"], _, point = str(old["what"]).partition("@")
+        old |= {"point": point} if point else {}
+    elif "eval_point" in old:
+        point = old.pop("eval_point")
+        old["point"] = "" if point == "base" else point
     return old
 
 
@@ -121,6 +122,7 @@ def test_a_program_is_read_in_earlier_names(program: Program) -> None:
         "sampling_dtype": "draw_dtype",
         "num_shared_samplings": "num_shared_draws",
         "perturbation": "query",
+        "eval_point": "point",
     }
     values = {"sample": "draw", "perturbations": "directions"}
 

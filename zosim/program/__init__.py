@@ -44,6 +44,7 @@ RENAMED: Mapping[str, str] = {
     "**.what=cut.*": "boundary.*",
     "groups": "process_groups",
     "**.sweep_bytes": "param_pass_bytes",
+    "*.op.point": "eval_point",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 
