@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -152,13 +151,12 @@ def _show_page(page: Path) -> None:
 
 
 def _try(chosen: Study, solution: Path, *, json: bool) -> None:
-    from studies.exercises import function_in, tried
+    from studies.exercises import grade
 
     if not chosen.has_exercise:
         with_one = ", ".join(item.name for item in STUDIES if item.has_exercise)
         raise ZosimError(f"{chosen.name} has no exercise", hint=f"these have one: {with_one}")
-    exercise = import_module(f"studies.{chosen.name}.exercise")
-    verdict = tried(exercise.check, function_in(solution, exercise.FUNCTION))
+    verdict = grade(chosen.name, solution)
     emit(verdict, json=json, text=f"{'passed' if verdict.passed else 'not yet'}: {verdict.message}")
     if not verdict.passed:
         raise typer.Exit(1)

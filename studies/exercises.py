@@ -1,14 +1,79 @@
-"""Exercises: a solution in a file of its own, tried by its study's ``check``."""
+"""Exercises: a solution in a file of its own, tried by its study's ``check`` in a process that can do little else.
+
+A teacher runs the code of many students. A solution may import `ALLOWED` and nothing more, so that it neither takes the answer from this
+package nor reaches the machine. It runs in a process of its own with limits of time, memory and file size, where sockets, processes and
+writing files are refused. This keeps mistakes and copied answers out. It is no prison: code that is written to attack the
+grader belongs in a container.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from topology.errors import ZosimError
+from topology.reading import read_text
+
+ALLOWED = (
+    "collections",
+    "dataclasses",
+    "fractions",
+    "functools",
+    "itertools",
+    "math",
+    "numpy",
+    "statistics",
+    "torch",
+    "typing",
+)
+"""Modules that a solution may import."""
+
+MAX_SECONDS = 600.0
+"""Long, since a class may share the machine; a loop without an end is stopped by its processor time before."""
+MAX_PROCESSOR_SECONDS = 120
+MAX_MEMORY_BYTES = 8 * 2**30
+"""Address space, of which torch reserves several times what it uses."""
+MAX_FILE_BYTES = 0
+
+_REACHES_OUT = frozenset(
+    (
+        "__import__",
+        "breakpoint",
+        "compile",
+        "delattr",
+        "eval",
+        "exec",
+        "getattr",
+        "globals",
+        "input",
+        "locals",
+        "open",
+        "setattr",
+        "vars",
+    )
+)
+"""Names by which a solution would get around the list of modules."""
+_REFUSED_EVENTS = (
+    "socket.",
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.remove",
+    "os.rename",
+    "shutil.",
+)
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -54,3 +119,113 @@ def tried(check: Callable[[Callable[..., Any]], Grade], solution: Callable[..., 
         return check(solution)
     except Exception as error:  # noqa: BLE001 - a student's code may raise anything
         return Grade(False, f"it raised {type(error).__name__}: {error}")
+
+
+def grade(study: str, solution: Path) -> Grade:
+    """Return the verdict on a solution of a study's exercise, tried in a confined process.
+
+    Raises
+    ------
+    ZosimError
+        If there is no such file, it is no Python, or it uses what a solution may not.
+    """
+    if not solution.is_file():
+        raise ZosimError(
+            f"there is no Python file {solution}", hint="copy the exercise's stub.py and fill it in"
+        )
+    given = _imports(ast.parse((_ROOT / "studies" / study / "stub.py").read_text(encoding="utf-8")))
+    for line, used in _not_allowed(solution, {(module, name) for _, module, name in given}):
+        raise ZosimError(
+            f"{solution} line {line} uses {used}, which a solution may not",
+            hint=f"a solution imports at most {', '.join(ALLOWED)}, and needs no file, process or network",
+        )
+    entry = "import sys; sys.path.insert(0, sys.argv[1]); from studies.exercises import _confined; _confined(*sys.argv[2:])"
+    with tempfile.TemporaryDirectory(prefix="zosim-exercise-") as folder:
+        # Isolated: no site of the user, no PYTHON* variables, no current directory on the path.
+        command = [sys.executable, "-I", "-c", entry, str(_ROOT), study, str(solution.resolve())]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=MAX_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Grade(False, f"it had not ended after {MAX_SECONDS:g} s: does a loop never end?")
+    verdict = done.stdout.rpartition(_VERDICT)[2]
+    if not verdict:
+        why = done.stderr.strip().splitlines()
+        return Grade(
+            False,
+            f"it ended with status {done.returncode} before there was a verdict: too much memory or time"
+            + (f", or {why[-1]}" if why else ""),
+        )
+    fields = json.loads(verdict)
+    if "error" in fields:
+        raise ZosimError(fields["error"], hint=fields["hint"])
+    return Grade(**fields)
+
+
+_VERDICT = "\nverdict: "
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yield line, module and name of each import; an empty name for a module as a whole."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name, "") for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (
+                (node.lineno, "." * node.level + (node.module or ""), name.name) for name in node.names
+            )
+
+
+def _not_allowed(path: Path, given: Collection[tuple[str, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a solution that use what it may not, and what they use; `given` is what its stub imports."""
+    try:
+        tree = ast.parse(read_text(path, "solution", ZosimError))
+    except SyntaxError as error:
+        message = f"{path} line {error.lineno} is no Python: {error.msg}"
+        raise ZosimError(message, hint="run it with python to see where") from error
+    for line, module, name in _imports(tree):
+        # A future statement changes how the file is read and imports nothing.
+        if module.partition(".")[0] not in (*ALLOWED, "__future__") and (module, name) not in given:
+            yield line, f"the module {module}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and (node.id in _REACHES_OUT or node.id.startswith("__")):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+            yield node.lineno, node.attr
+
+
+def _confined(study: str, solution: str) -> None:
+    """Try a solution in this process, which is confined for good, and write the verdict to standard output."""
+    exercise = import_module(f"studies.{study}.exercise")
+    written, sys.stdout = sys.stdout, sys.stderr
+    _limit_resources()
+    refused = False
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        if refused and (writes or event.startswith(_REFUSED_EVENTS)):
+            raise PermissionError(f"a solution may not use {event}")
+
+    sys.addaudithook(refuse)
+    refused = True
+    try:
+        verdict = asdict(tried(exercise.check, function_in(Path(solution), exercise.FUNCTION)))
+    except ZosimError as error:
+        verdict = {"error": error.message, "hint": error.hint}
+    written.write(_VERDICT + json.dumps(verdict))
+    written.flush()
+
+
+def _limit_resources() -> None:
+    try:
+        import resource
+    except ImportError:  # not on Windows, where the time limit remains
+        return
+    for limit, most in (
+        (resource.RLIMIT_CPU, MAX_PROCESSOR_SECONDS),
+        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+    ):
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

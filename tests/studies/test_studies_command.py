@@ -34,7 +34,7 @@ def test_the_command_tries_a_file(tmp_path):
         (("first_step",), "first_steps"),
         (("first_steps", "--check", "mine.py"), "why_seeds_suffice"),
         (("why_seeds_suffice", "--check", "no_such_file.py"), "stub.py"),
-        (("why_seeds_suffice", "--check", __file__), "the name that the stub gives it"),
+        (("why_seeds_suffice", "--check", __file__), "a solution imports at most"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_hint(arguments, advice):

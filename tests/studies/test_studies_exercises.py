@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from studies import exercises
 from studies.cli import STUDIES
-from studies.exercises import function_in, tried
+from studies.exercises import grade
+from topology.errors import ZosimError
 
 STUBS = Path(__file__).parents[2] / "studies"
 EXERCISES = [item.name for item in STUDIES if item.has_exercise]
@@ -36,14 +38,59 @@ def test_a_wrong_solution_is_refused_with_advice(name, wrong, advice):
     assert advice in verdict.message
 
 
+@pytest.mark.crossed(quick=7)
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_stub_does_not_pass_and_says_so(name):
-    stub = STUBS / name / "stub.py"
-    functions = [node.name for node in ast.parse(stub.read_text()).body if isinstance(node, ast.FunctionDef)]
-    verdict = tried(check_of(name), function_in(stub, functions[0]))
-    assert verdict.message == "it raised NotImplementedError: write it"
+    assert grade(name, STUBS / name / "stub.py").message == "it raised NotImplementedError: write it"
+
+
+def solution(tmp_path, text):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "used"),
+    [
+        ("from studies.where_to_split.cases import forward_bytes as bytes_forward", "module studies"),
+        ("from .cases import forward_bytes", r"module \.cases"),
+        ("import numpy, socket", "module socket"),
+        ("def bytes_forward(case):\n    return __import__('os').getpid()", "line 2 uses __import__"),
+        ("def bytes_forward(case):\n    return case.__class__", "line 2 uses __class__"),
+        ("bytes_forward = eval('3')", "uses eval"),
+        ("def bytes_forward(case)\n", "line 1 is no Python"),
+    ],
+)
+def test_what_a_solution_may_not_use_is_refused_by_its_line(tmp_path, text, used):
+    with pytest.raises(ZosimError, match=used):
+        grade("where_to_split", solution(tmp_path, text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        ("while True: pass", "had not ended after 5 s|too much memory or time"),
+        ("return len(torch.zeros(2**36))", "RuntimeError"),
+        ("return numpy.zeros(1).tofile('out')", "PermissionError"),
+        ("return torch.save({}, 'out')", "RuntimeError"),
+    ],
+)
+def test_a_solution_is_confined(tmp_path, monkeypatch, body, seen):
+    monkeypatch.setattr(exercises, "MAX_SECONDS", 5.0 if "while" in body else 600.0)
+    text = f"import numpy, torch\n\ndef bytes_forward(case):\n    {body}\n"
+    verdict = grade("where_to_split", solution(tmp_path, text))
+    assert not verdict.passed
+    assert re.search(seen, verdict.message), verdict.message
 
 
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_study_with_an_exercise_has_a_page(name):
     assert next(item for item in STUDIES if item.name == name).page is not None
+
+
+@pytest.mark.slow
+def test_a_solution_without_the_function_is_refused(tmp_path):
+    with pytest.raises(ZosimError, match="defines no function 'bytes_forward'"):
+        grade("where_to_split", solution(tmp_path, "x = 1\n"))
