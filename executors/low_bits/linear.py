@@ -6,6 +6,7 @@ at a time, or the perturbation's share of the output is a product of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ class QuantizedLinear(nn.Linear):
     @property
     def is_transposed(self) -> bool:
         """Whether files have the weight transposed."""
-        return self.was is not nn.Linear
+        return not issubclass(self.was, nn.Linear)
 
     @property
     def quantized(self) -> QuantizedTensor | None:
@@ -322,19 +323,37 @@ def make_quantizable(blocks: Iterable[nn.Module], quant_config: QuantConfig | No
     -----
     The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied.
     """
-    from transformers.pytorch_utils import Conv1D
-
     for block in blocks:
         for path, module in list(block.named_modules()):
-            if is_of_adapter(path):
+            if is_of_adapter(path) or not is_linear(module):
                 continue
-            # What derives from these may compute something else.
-            if type(module) is Conv1D:
-                module.weight.data = module.weight.data.T
-            if type(module) in (nn.Linear, Conv1D):
+            if not isinstance(module, QuantizedLinear):
+                if is_transposed(module):
+                    module.weight.data = module.weight.data.T
                 become_quantizable(module)
-            if isinstance(module, QuantizedLinear):
-                module.quant_config = quant_config
+            module.quant_config = quant_config
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies what it is given by its weight, and returns nothing else."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) in (nn.Linear, Conv1D, QuantizedLinear):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    # What derives from a linear layer may compute something else: a router chooses experts. Shapes say so without memory.
+    without_values = copy.copy(module)
+    without_values._parameters = {
+        name: None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False)
+        for name, parameter in module._parameters.items()
+    }
+    rows = torch.empty((3, module.in_features), dtype=module.weight.dtype, device="meta")
+    try:
+        output = type(module).forward(without_values, rows)
+    except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError):
+        return False
+    return isinstance(output, Tensor) and output.shape == (3, module.out_features)
 
 
 def become_quantizable(module: nn.Module, quant_config: QuantConfig | None = None) -> QuantizedLinear:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from executors.low_bits.linear import is_linear
 from topology.errors import ModelError
 
 
@@ -87,13 +88,11 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 def linears_of(block: nn.Module) -> Iterator[tuple[str, Any, int, int]]:
     """Yield (path, module, inputs, outputs) of every linear layer of a block or a model, except those of adapters."""
-    from transformers.pytorch_utils import Conv1D
-
     for path, module in block.named_modules():
-        if path.rpartition(".")[2].startswith("lora_"):
+        if path.rpartition(".")[2].startswith("lora_") or not is_linear(module):
             continue
         if isinstance(module, nn.Linear):
             yield path, module, module.in_features, module.out_features
-        elif isinstance(module, Conv1D):
-            inputs, outputs = module.weight.shape
-            yield path, module, inputs, outputs
+        else:  # transformers' Conv1D, whose weight lies transposed
+            weight: Any = module.weight
+            yield path, module, *weight.shape

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
 from costmodel import group_parameters, spec_of_config
 from costmodel.models.families import FAMILIES, Activation, RopeType
 from costmodel.models.groups import ParameterEntry
+from executors.models.blocks import linears_of
 from tests.support.tiny_families import CASES
 
 
@@ -46,14 +46,7 @@ def test_groups_are_those_of_the_real_model(family, overrides):
     registered = list(model.named_parameters())
     derived = list(FAMILIES[family].model_validate(overrides).tensors())
     assert [(t.name, t.shape) for t in derived] == [(name, tuple(p.shape)) for name, p in registered]
-    # Outputs and inputs; GPT-2 stores its matrices the other way round.
-    layers = [
-        (module, module.weight.shape) for module in model.modules() if isinstance(module, torch.nn.Linear)
-    ]
-    layers += [
-        (module, module.weight.shape[::-1]) for module in model.modules() if isinstance(module, Conv1D)
-    ]
-    linears = {id(module.weight): tuple(shape) for module, shape in layers}
+    linears = {id(layer.weight): (outputs, inputs) for _, layer, inputs, outputs in linears_of(model)}
     real = group_parameters(
         ParameterEntry(
             name,

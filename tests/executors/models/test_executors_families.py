@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
+from costmodel.formats.low_bits import QuantConfig
+from executors.low_bits.linear import QuantizedLinear, is_linear, make_quantizable
 from executors.models.blocks import UnsplitError
 from executors.models.model import SegmentedModel, SuspendedModel, UnsplitModel, in_segments
 from executors.models.recording_blocks import StepCache
@@ -205,3 +207,21 @@ def test_a_model_whose_own_forward_fails_is_refused_in_its_words():
         ModelError, match=r"cannot be run on a few tokens: mat1 and mat2(?s:.*)own forward fails"
     ):
         in_segments(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "is_one"),
+    [
+        ("falcon", "transformer.h.0.mlp.dense_h_to_4h", True),
+        ("llama4_text", "model.layers.0.feed_forward.router", False),
+        ("deepseek_v4", "model.layers.0.self_attn.o_a_proj", False),
+    ],
+)
+def test_what_derives_from_a_linear_layer_is_one_if_it_computes_one(family, path, is_one):
+    model = tiny_model(family)
+    module = model.get_submodule(path)
+    assert is_linear(module) == is_one
+    before = module.weight.detach().clone()
+    make_quantizable(model.get_submodule(path.partition(".0.")[0]), QuantConfig("int8", "channel", "float32"))
+    assert isinstance(module, QuantizedLinear) == is_one
+    assert torch.equal(module.weight, before)
