@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from executors.devices import staged_on
-from topology.errors import DataError, ModelError
+from topology.errors import DataError
 
 _IGNORED = -100
 LEAST_SAVED = 64
@@ -328,7 +329,7 @@ def _group(runs: Sequence[_PackedRun]) -> AttentionGroup:
 
 
 def packed_attention(
-    module: nn.Module,
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -358,14 +359,10 @@ def packed_attention(
     """
     del attention_mask
     # A window longer than every sequence hides nothing.
-    is_windowed = sliding_window is not None and int(packing.on_host["position_ids"].max()) >= sliding_window
-    if is_windowed or softcap is not None or s_aux is not None:
-        raise ModelError(
-            f"{type(module).__name__} does more than causal softmax attention, which packed sequences do "
-            "not support",
-            hint="use --weights serial or copies",
-        )
-    num_eval_points, num_heads, num_positions, width = query.shape
+    if sliding_window is not None and int(packing.on_host["position_ids"].max()) < sliding_window:
+        sliding_window = None
+    attend = _attended if softcap is None and s_aux is None else partial(_attended_plainly, softcap, s_aux)
+    (num_eval_points, num_heads, num_positions), width = query.shape[:3], value.shape[-1]
     out = query.new_empty((num_eval_points, num_positions, num_heads, width))
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     # cuDNN plans each new shape for tens of milliseconds of the host, and nearly every batch has runs of other lengths:
@@ -373,7 +370,12 @@ def packed_attention(
     at_once = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(at_once) if query.device.type == "cuda" else nullcontext():
         for group in packing.groups:
-            seen = _attended(q, k, v, group, scaling)
+            mask = group.mask if sliding_window is None else _windowed(group, packing, sliding_window)
+            queries = _of_runs(q, group.queries, group.num_runs)
+            keys, values = (_of_runs(states, group.keys, group.num_runs) for states in (k, v))
+            if mask is not None and num_eval_points > 1:
+                mask = mask.repeat(num_eval_points, 1, 1, 1)
+            seen = attend(queries, keys, values, mask, scaling)
             rows = seen.transpose(1, 2).reshape(num_eval_points, -1, num_heads, width)
             if group.kept is None:
                 out.index_copy_(1, group.queries, rows)
@@ -383,26 +385,52 @@ def packed_attention(
     return out, None
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, scaling: float | None) -> Tensor:
-    """Return the attention of the runs of a group, (points * runs, heads, tokens, width)."""
-    num_eval_points, mask = q.shape[0], group.mask
-    queries = _of_runs(q, group.queries, group.num_runs)
-    keys, values = (_of_runs(states, group.keys, group.num_runs) for states in (k, v))
-    num_each = queries.shape[1] // keys.shape[1]
-    if mask is not None and num_eval_points > 1:
-        mask = mask.repeat(num_eval_points, 1, 1, 1)
+def _windowed(group: AttentionGroup, packing: Packing, window: int) -> Tensor:
+    """Return what sees what where a token sees the last tokens alone, itself among them."""
+    queries, keys = (
+        packing.positions[0].index_select(0, places).view(group.num_runs, -1)
+        for places in (group.queries, group.keys)
+    )
+    mask = group.mask
+    if mask is None:  # every run begins a sequence, and filling lies behind all
+        ones = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device)
+        queries = keys = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
+        mask = ones.tril()
+    return mask & (queries[:, None, :, None] - keys[:, None, None, :] < window)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Return the attention of some runs, (points * runs, heads, tokens, width)."""
+    num_each = q.shape[1] // k.shape[1]
     if mask is not None and num_each > 1 and q.device.type == "cuda":
         # Of its fused kernels cuDNN's alone takes both a mask and fewer heads of keys than of queries.
-        keys, values = (states.repeat_interleave(num_each, 1) for states in (keys, values))
+        k, v = (states.repeat_interleave(num_each, 1) for states in (k, v))
     return nn.functional.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=keys.shape[1] != queries.shape[1],
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )
+
+
+def _attended_plainly(
+    softcap: float | None,
+    sinks: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    """Return the attention of some runs whose scores are capped, or that may attend to nothing: sinks, a logit for each head."""
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
+    scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf).float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    shares = scores.softmax(-1)[..., : k.shape[2]]
+    return torch.matmul(shares.to(v.dtype), v)
 
 
 def _of_runs(states: Tensor, places: Tensor, num_runs: int) -> Tensor:

@@ -14,6 +14,7 @@ from executors.models.packing import pack
 from executors.models.recording_blocks import StepCache
 from executors.runs.adapters import attach
 from executors.runs.session import Session
+from studies.families.tiny import tiny_model
 from tests.support.command import saved_model, zosim
 from tests.support.distributed import OFFLOADED
 from tests.support.reference_mezo import differing
@@ -68,6 +69,36 @@ def test_losses_at_all_points_are_those_of_perturbed_models(shape):
             assert loss.item() == pytest.approx(moved(**batch).loss.item(), rel=1e-6)
     # The third to the fifth share a run; nothing is computed of padding, nor of a label that nothing follows.
     assert cache.packing.num_tokens == 19 + 15 + 21 + 20 + 19 + 5 + 19 - 7 - 2 * 17
+
+
+PACKED = {
+    "mistral": "a sliding window",
+    "gemma2": "windows in turn, capped scores",
+    "gpt_oss": "windows in turn, sinks",
+    "deepseek_v3": "values narrower than keys",
+}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_attention_over_packed_sequences_is_that_of_a_family(family):
+    model = tiny_model(family)
+    attach(model, "linears")
+    forward_runner, batch = BatchedModel(model), ragged([19, 15, 21, 20, 19, 5, 19], shared=17)
+    cache, hidden = StepCache(), None
+    with torch.no_grad():
+        for segment in forward_runner.segments:
+            hidden = forward_runner.run_together(segment, batch, cache, hidden, {}, 2)
+        loss = model(**batch, use_cache=False).loss.item()
+    assert hidden.tolist() == pytest.approx([loss, loss], rel=1e-5)
+    assert {group.mask is None for group in cache.packing.groups} == {True, False}
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "jamba"])
+def test_sequences_that_would_see_one_another_are_not_packed(family):
+    model = tiny_model(family)
+    attach(model, "linears")
+    with pytest.raises(ModelError, match="see one another where they are packed"):
+        BatchedModel(model)
 
 
 def rows_of(tensor):
