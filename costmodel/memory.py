@@ -16,7 +16,7 @@ from typing import Literal
 from costmodel.rates.profile import Bound, Profile
 from topology.units import format_bytes
 
-Where = Literal["device", "host"]
+Where = Literal["device", "host", "disk"]
 
 SHARED_MEMORY_PATH = Path("/dev/shm")
 CGROUP_PATH = Path("/sys/fs/cgroup")

@@ -170,6 +170,8 @@ class Work(_FrozenCounts):
         ``"batch"`` up. What that code does besides launching kernels takes the host's time.
     copy_bytes : int
         Bytes that cross the route between memories.
+    disk_bytes : int
+        Bytes that are read from a disk, or written to one.
     codec_work : tuple of (str, int)
         What a codec does, as counts of the constants of :data:`costmodel.formats.codec_time.CodecWork`.
     quant_passes : tuple of (str, int)
@@ -211,6 +213,7 @@ class Work(_FrozenCounts):
     num_shared_kernels: NonNegativeInt = 0
     calls: tuple[ModelCode, ...] = ()
     copy_bytes: NonNegativeInt = 0
+    disk_bytes: NonNegativeInt = 0
     codec_work: tuple[tuple[str, NonNegativeInt], ...] = ()
     quant_passes: tuple[tuple[QuantPass, NonNegativeInt], ...] = ()
     link_bytes: NonNegativeInt = 0

@@ -251,7 +251,7 @@ def replay(
         ),
     ] = None,
     residency: Annotated[
-        Literal["resident", "offloaded"] | None,
+        Literal["resident", "offloaded", "nvme"] | None,
         typer.Option(
             help="Where blocks live during the replay.",
             show_default="as in the run",

@@ -217,6 +217,13 @@ class Topology(FrozenModel):
         """Memories of the host that contains a node, in file order."""
         return self._memories_by_host.get(self.host_of(node_id).id, ())
 
+    def disks_of(self, node_id: str) -> tuple[Node, ...]:
+        """Disks of known bandwidth of the host that contains a node, in file order."""
+        host = self.host_of(node_id).id
+        return tuple(
+            disk for disk in self.of_type("disk") if disk.host == host and disk.bandwidth is not None
+        )
+
     @cached_property
     def _memories_by_host(self) -> Mapping[str | None, tuple[Node, ...]]:
         by_host: dict[str | None, tuple[Node, ...]] = {}

@@ -174,6 +174,8 @@ class Node(FrozenModel):
     capacity, bandwidth, efficiency : Figure or None
         For memories and disks. Reads and writes share the bandwidth; `efficiency` is the part of it that
         software reaches.
+    write_bandwidth : Figure or None
+        For disks that write at another rate than they read; of the time of a disk, a written byte takes its part.
     channels : MemoryChannels or None
         For memories, optional.
     in_switch_sums : bool or None
@@ -189,6 +191,7 @@ class Node(FrozenModel):
     spec: DeviceSpec | None = None
     capacity: Bytes | None = None
     bandwidth: Bandwidth | None = None
+    write_bandwidth: Bandwidth | None = None
     efficiency: Efficiency | None = None
     channels: MemoryChannels | None = None
     in_switch_sums: bool | None = None
@@ -209,6 +212,9 @@ class Node(FrozenModel):
         if self.type not in {"memory", "disk"} and (self.capacity or self.bandwidth or self.channels):
             message = f"node {self.id!r} of type {self.type} has a capacity, a bandwidth or channels"
             raise RuleError(message, hint="a GPU's belong to its device, a link's to the link")
+        if self.write_bandwidth is not None and (self.type != "disk" or self.bandwidth is None):
+            message = f"node {self.id!r} of type {self.type} has a write_bandwidth"
+            raise RuleError(message, hint="only a disk with a bandwidth, that of its reads, has one")
         if self.in_switch_sums and self.type != "nvswitch":
             message = f"node {self.id!r} of type {self.type} has in_switch_sums"
             raise RuleError(message, hint="only an nvswitch adds up what GPUs send")
@@ -232,6 +238,13 @@ class Node(FrozenModel):
             return self.spec.memory_bandwidth_bytes_per_s
         peak = _required(self.bandwidth, self.id, "bandwidth").in_si("bandwidth")
         return peak * (1.0 if self.efficiency is None else self.efficiency.in_si("ratio"))
+
+    @property
+    def write_share(self) -> float:
+        """Part of a disk's bandwidth, which is that of its reads, that writes reach."""
+        if self.bandwidth is None or self.write_bandwidth is None:
+            return 1.0
+        return self.write_bandwidth.in_si("bandwidth") / self.bandwidth.in_si("bandwidth")
 
 
 class LinkType(FrozenModel):

@@ -319,7 +319,8 @@ def _held(programs: ProgramSet, ranks: Sequence[int], *, on_cpu: bool) -> tuple[
 
     What a rank pins for itself is rounded up, as torch does it.
     """
-    held = [b for rank in ranks for b in programs.program_of(rank).buffers if on_cpu or b.space is Space.HOST]
+    spaces = {Space.HOST, Space.DEVICE} if on_cpu else {Space.HOST}
+    held = [b for rank in ranks for b in programs.program_of(rank).buffers if b.space in spaces]
     once = {b.name: b.size_bytes for b in held if b.shared}
     own = sum(b.size_bytes for b in held if not b.shared)
     if not on_cpu:

@@ -215,6 +215,7 @@ def session_at(
             "seed": header["seed"],
             "loss_dtype": header["loss_dtype"],
             "base_digest": header["base_digest"],
+            "disk_directory": history.directory,
             **options,
         },
     )

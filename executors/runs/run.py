@@ -229,6 +229,8 @@ class Run:
             "communicator": self.communicator,
             "checksums": settings.run.checksums,
             "graphs": settings.run.graphs,
+            # Beside the log rather than among temporary files, which are often in memory.
+            "disk_directory": settings.run.disk_directory or (self.out if self.out.is_dir() else None),
         }
         if self.history is None:
             return self._first_session(model, options)

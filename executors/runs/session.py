@@ -126,6 +126,8 @@ class Session:
         Whether a checksum follows every change of weights, so that :meth:`verify` notices bits that nothing wrote.
     graphs : bool
         Whether draws and blocks are launched as CUDA graphs: fewer launches, the same numbers.
+    disk_directory : path, optional
+        Where blocks lie that the plan keeps on a drive; by default that of temporary files.
 
     Raises
     ------
@@ -158,6 +160,7 @@ class Session:
         communicator: Communicator | None = None,
         checksums: bool = False,
         graphs: bool = False,
+        disk_directory: str | Path | None = None,
     ) -> None:
         self.plan = plan
         self.model = model
@@ -215,6 +218,7 @@ class Session:
             checksums=checksums,
             communicator=self.communicator,
             graphs=graphs,
+            disk_directory=disk_directory,
             adapter_rank_in_use=lambda: 0 if self._intervals is None else self._intervals.rank,
         )
         move_module_buffers(model, self.device)

@@ -222,6 +222,8 @@ class RunOptions(Section):
         Whether a diverging loss ends the run.
     save_as : str
         How quantized weights are written at the end, see :data:`SaveAs`.
+    disk_directory : str or None
+        Where blocks lie that the plan keeps on a drive; None for `out`.
     random_weights, allow_download : bool
         As :func:`executors.models.loading.load_model`.
     tensorboard : bool
@@ -363,6 +365,16 @@ class RunOptions(Section):
             expert=True,
         ),
     ] = False
+    disk_directory: Annotated[
+        str | None,
+        Setting(
+            "--disk-dir",
+            "Directory on the drive for blocks with --residency nvme.",
+            usual="--out",
+            expert=True,
+            heading="Placement",
+        ),
+    ] = None
     resume: Annotated[bool, Setting("--resume", "Resume the run in --out.")] = False
     early_stop: Annotated[bool, Setting("--early-stop", "Stop when the loss diverges.", expert=True)] = True
     random_weights: Annotated[

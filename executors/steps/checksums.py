@@ -250,7 +250,8 @@ Kept = dict[tuple[int, int, int], Tensor]
 def _weights(num: int, device: torch.device, kept: Kept, less: int = 0) -> Tensor:
     """Return odd numbers, or such less 1, the same in every process, made once."""
     # Each stream has its own: nothing would order one that reads them behind the copy that another issued.
-    stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+    # The default stream of a device is number 0: a host's weights are of none.
+    stream = -1 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
     key = num, less, stream
     if key not in kept:
         sampled = torch.randint(-(2**62), 2**62, (num,), generator=torch.Generator().manual_seed(num))

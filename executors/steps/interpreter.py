@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from executors.ranks.communicator import Communicator
 from executors.ranks.host_memory import HOST, HostMemory
 from executors.steps.buffers import BufferStore
 from executors.steps.checksums import WeightChecksums
+from executors.steps.disk import DiskFile
 from executors.steps.frames import Hyperparameters, StepFrame
 from executors.steps.graphs import Graphs
 from executors.steps.ops import Action, Actions, Context
@@ -63,6 +65,8 @@ class Interpreter:
         The other ranks, where the program takes any.
     graphs : bool
         Whether draws and blocks are launched as CUDA graphs.
+    disk_directory : path, optional
+        On the drive that the program has buffers on.
     adapter_rank_in_use : callable
         Returns how much forwards read of adapters whose rank grows.
 
@@ -85,6 +89,7 @@ class Interpreter:
         checksums: bool = False,
         communicator: Communicator | None = None,
         graphs: bool = False,
+        disk_directory: str | Path | None = None,
         adapter_rank_in_use: Callable[[], int] = int,
     ) -> None:
         _refuse_first_order(program)
@@ -97,9 +102,10 @@ class Interpreter:
         positions = (
             {name: communicator.position(name) for name in program.process_groups} if communicator else {}
         )
-        at_rest = [
-            b for b in program.buffers if b.space == Space.HOST and b.role == "weights" and not b.shared
-        ]
+        on_disk = [buffer for buffer in program.buffers if buffer.space == Space.DISK]
+        self._disk = DiskFile(on_disk, disk_directory) if on_disk else None
+        roles = ("weights", "disk buffers")
+        at_rest = [b for b in program.buffers if b.space == Space.HOST and b.role in roles and not b.shared]
         backend.reserve([buffer.size_bytes for buffer in at_rest])
         self.store = BufferStore(program, forward_runner, self._allocated, positions)
         self.checksums = WeightChecksums(program, self.store, backend, every_change=checksums)
@@ -116,6 +122,7 @@ class Interpreter:
             ranks=communicator,
             remote_loss_dtype=_remote_loss_dtype(program, forward_runner, num_micro_batches),
             graphs=Graphs(backend.device, backend.capture_stream) if graphs else None,
+            disk=self._disk,
             adapter_rank_in_use=adapter_rank_in_use,
         )
         self._actions = Actions(self._context)
@@ -287,6 +294,8 @@ class Interpreter:
         self._context.threads.close()
         if self._host_memory is not None:
             self._host_memory.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def _run(self, phase: Phase, frame: StepFrame) -> None:
         before = self._tickets
@@ -359,6 +368,8 @@ class Interpreter:
         return number % len(self._communicator.members(HOST)) == self._communicator.position(HOST)
 
     def _allocated(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
+        if buffer.space == Space.DISK and self._disk is not None:
+            return self._disk.tensor(buffer, num_elements, dtype)
         if buffer.shared and self._host_memory is not None:
             return self._host_memory.tensor(buffer, num_elements, dtype)
         return self.backend.allocate(buffer, num_elements, dtype)

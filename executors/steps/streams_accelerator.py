@@ -16,7 +16,7 @@ from executors.device_scalars import DeviceScalar, ScalarReading
 from executors.devices import device_module, device_named, on_stream, select_device
 from executors.steps.streams import Backend, Measured, Task, Ticket, failure_of
 from topology.errors import RunError, ZosimError
-from zosim.program.instructions import Buffer, Instruction, Phase, Space, Stream
+from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction, Phase, Space, Stream
 from zosim.program.operations import Recv, Send
 
 _GRAPHED = (Stream.COMPUTE, Stream.SAMPLE)
@@ -219,7 +219,8 @@ class AcceleratorBackend(Backend):
     def _issue(self, task: Task, issued: _EventTicket) -> None:
         stream = self._streams[task.instruction.stream]
         for ticket in task.after:
-            if isinstance(ticket, _EventTicket):
+            # What the host itself does waits until the device has done what comes before.
+            if isinstance(ticket, _EventTicket) and task.instruction.stream not in DISK_STREAMS:
                 stream.wait_event(ticket.recorded())
             else:
                 ticket.wait()
@@ -302,10 +303,9 @@ def _distinct_streams(device: torch.device, number: int, other: torch.Stream) ->
 
 
 def _takes_others(task: Task) -> bool:
-    """Whether the host may have to wait for another rank before it can issue a task, or what follows it."""
-    return isinstance(task.instruction.op, Send | Recv) or any(
-        not isinstance(ticket, _EventTicket) for ticket in task.after
-    )
+    """Whether the host may have to wait for another rank or a drive before it can issue a task, or what follows it."""
+    is_host = isinstance(task.instruction.op, Send | Recv) or task.instruction.stream in DISK_STREAMS
+    return is_host or any(not isinstance(ticket, _EventTicket) for ticket in task.after)
 
 
 def _notify(event: torch.Event, done: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ HOMES = (
     "zosim/lowering/",  # what it does to a step
     "zosim/planning/space.py",  # which values are tried
     "zosim/planning/block_bound.py",  # the closed form of a step, whose copies overlap or do not
+    "zosim/planning/disks.py",  # how many blocks lie on drives
     "zosim/planning/resolve.py",  # a config laid over a plan
     "zosim/planning/split_options.py",  # what a config asks of split points
     "executors/runs/planning.py",  # what a run fixes of a config before the planner is asked

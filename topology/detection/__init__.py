@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from topology.documents import catalogue
 from topology.graph import Topology
 from topology.importers.pairs import Endpoint, attach, join_nvlinks, join_switch
 
+ASSUMED_DISK_BYTES_PER_S = 2e9
 _logger = logging.getLogger(__name__)
 
 
@@ -51,6 +53,7 @@ def detect(
     gpus = find_gpus(nvml)
     if gpus is not None:
         _add_gpus(builder, gpus, root, numas)
+    _add_disk(builder, root, next(iter(numas.values())))
     return builder.build("Detected on this machine.")
 
 
@@ -71,6 +74,16 @@ def _add_host(builder: MachineBuilder, facts: HostFacts, bandwidth_bytes_per_s: 
     socket = "xgmi-milan" if facts.vendor == "AuthenticAMD" else "upi-sapphire-rapids"
     builder.join_numas(list(numas.values()), catalogue().link_types[socket])
     return numas
+
+
+def _add_disk(builder: MachineBuilder, root: Path, numa: str) -> None:
+    """Add what files lie on as one drive, however many there are."""
+    size = figure(shutil.disk_usage(root).total, "B", f"file system of {root}", "measured")
+    speed = figure(
+        ASSUMED_DISK_BYTES_PER_S / 1e9, "GB/s", "an NVMe drive of PCIe 3.0, or one of a cloud", "assumed"
+    )
+    disk = builder.add_next("disk", "disk", capacity=size, bandwidth=speed)
+    builder.join(numa, disk, catalogue().link_types["fabric"])
 
 
 def _add_gpus(builder: MachineBuilder, gpus: Gpus, root: Path, numas: dict[int, str]) -> None:

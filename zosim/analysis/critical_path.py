@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from topology.errors import TimelineError
 from zosim.program import Program
-from zosim.program.instructions import Stream
+from zosim.program.instructions import DISK_STREAMS, Stream
 from zosim.program.step_graph import RunNode, StepGraph
 from zosim.timeline import Repeat, Span, Timeline
 
@@ -129,6 +129,9 @@ class Bottleneck:
     seconds_per_step: float
 
 
+_COPIES = frozenset({Stream.H2D, Stream.D2H}) | DISK_STREAMS
+
+
 def bottleneck(path: CriticalPath) -> Bottleneck:
     """Return the label and limiter that take the largest part of a critical path.
 
@@ -142,7 +145,7 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
         raise TimelineError(message, hint="use a timeline with at least one step that takes time")
     groups: dict[tuple[str, str, bool], float] = defaultdict(float)
     for item in path.segments:
-        groups[item.label, item.limiter, item.stream in (Stream.H2D, Stream.D2H)] += item.duration_s
+        groups[item.label, item.limiter, item.stream in _COPIES] += item.duration_s
     (label, limiter, is_copy), seconds = max(groups.items(), key=lambda item: item[1])
     return Bottleneck(
         description=_describe(label, limiter, is_copy),

@@ -25,7 +25,7 @@ from typing import Any
 
 from topology.errors import TimelineError
 from zosim.program import Program
-from zosim.program.instructions import Space, Stream
+from zosim.program.instructions import DISK_STREAMS, Space, Stream
 from zosim.program.step_graph import RunNode, StepGraph
 from zosim.timeline import Span, Timeline
 
@@ -34,7 +34,11 @@ HOST_THREAD = 0
 STREAM_THREADS = {stream: number for number, stream in enumerate(Stream, start=1)}
 # HTA stores row numbers in the integer type that the correlations fit in, so they must not be small.
 FIRST_CORRELATION = 2**20
-_COPY_NAMES = {Stream.H2D: "Memcpy HtoD", Stream.D2H: "Memcpy DtoH"}
+_COPY_NAMES = {
+    Stream.H2D: "Memcpy HtoD",
+    Stream.D2H: "Memcpy DtoH",
+    **dict.fromkeys(sorted(DISK_STREAMS), "Memcpy HtoH"),
+}
 # Within the source of an arrow rather than at its end, where its slice is already closed.
 _BEFORE_END_US = 0.001
 

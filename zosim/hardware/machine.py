@@ -11,6 +11,8 @@ meanwhile.
 * On a CPU everything, copies included, is threads: it asks for cores and for memory bandwidth. Threads of one
   operation wait for each other at barriers, so an operation that loses part of one core slows down as a whole, and
   the scheduler is taken to be fair among threads: all slow down alike.
+* A block is read from all drives of its host at once, and written to all, each its part by its bandwidth. Ranks of a host share
+  them.
 * A collective is what this rank sends to the next one of its ring: a flow over the route between their devices, or,
   between CPU ranks of one host, a copy in its memory. A payload that takes less time than the messages' latency
   occupies nothing, but for weights that come ahead within a host whose cores all have a rank: those messages wait for cores, and take
@@ -22,6 +24,7 @@ meanwhile.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -148,6 +151,47 @@ class Ring(Hop):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Drives:
+    """The drives of a host, which every byte is spread over.
+
+    Attributes
+    ----------
+    read_bytes_per_s, write_bytes_per_s : float
+        Of all together.
+    reads, writes : tuple of (str, float)
+        What lies on the way, with what a byte takes of each.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    reads: tuple[tuple[str, float], ...]
+    writes: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def of(cls, topology: Topology, device: str) -> Drives | None:
+        """Return the drives of a device's host; None where it has none."""
+        disks = topology.disks_of(device)
+        if not disks:
+            return None
+        total = sum(disk.bandwidth_bytes_per_s for disk in disks)
+        memory = topology.host_memory(device).id
+        reads: dict[str, float] = defaultdict(float)
+        writes: dict[str, float] = defaultdict(float)
+        for disk in disks:
+            part = disk.bandwidth_bytes_per_s / total
+            for name in topology.route(disk.id, memory).resource_ids:
+                reads[name] += part
+            for name in topology.route(memory, disk.id).resource_ids:
+                # A disk's bandwidth is that of its reads: a byte written takes more of it.
+                writes[name] += part / (disk.write_share if name == disk.id else 1.0)
+
+        def rate(uses: Mapping[str, float]) -> float:
+            return min(topology.resources[name].bandwidth_bytes_per_s / taken for name, taken in uses.items())
+
+        return cls(rate(reads), rate(writes), tuple(reads.items()), tuple(writes.items()))
+
+
 @dataclass(frozen=True)
 class Machine:
     """One rank's hardware.
@@ -182,6 +226,8 @@ class Machine:
         Resources on the way of copies from and to another NUMA domain, where what lies on the host is more than the nearest holds.
     far_share : float
         Share of the bytes on the host that lie there.
+    drives : Drives or None
+        Where blocks may live that host memory has no space for.
     """
 
     profile: Profile
@@ -198,6 +244,7 @@ class Machine:
     host_channels: Mapping[Send | Recv, Hop] = field(default_factory=lambda: MappingProxyType({}))
     far_routes: Mapping[CopyDirection, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
     far_share: float = 0.0
+    drives: Drives | None = None
 
     def __post_init__(self) -> None:
         named = {self.kernels, self.cores, self.memory, self.issuer, *self.fifo} - {""}
@@ -206,6 +253,8 @@ class Machine:
         )
         paths = (self.rings, self.channels, self.host_channels)
         named.update(name for known in paths for path in known.values() for name, _ in path.uses)
+        if self.drives is not None:
+            named.update(name for name, _ in (*self.drives.reads, *self.drives.writes))
         missing = sorted(named - set(self.capacities))
         if missing:
             message = f"machine {self.profile.device_name} shares {missing[0]!r}, which has no capacity"
@@ -233,6 +282,12 @@ class Machine:
                 (name, replace(path, uses=tuple((str(place[item]), part) for item, part in path.uses)))
                 for paths in (self.rings, self.channels, self.host_channels)
                 for name, path in paths.items()
+            ),
+            None
+            if self.drives is None
+            else tuple(
+                tuple((place[name], part) for name, part in uses)
+                for uses in (self.drives.reads, self.drives.writes)
             ),
         )
 
@@ -299,6 +354,16 @@ class Machine:
         ProfileError
             If the profile is of another kind of device.
         """
+        machine, drives = cls._without_drives(topology, device, profile), Drives.of(topology, device)
+        if drives is None:
+            return machine
+        capacities = dict(machine.capacities)
+        for name, _ in (*drives.reads, *drives.writes):
+            capacities.setdefault(name, topology.resources[name].bandwidth_bytes_per_s)
+        return replace(machine, capacities=MappingProxyType(capacities), drives=drives)
+
+    @classmethod
+    def _without_drives(cls, topology: Topology, device: str, profile: Profile) -> Machine:
         spec = topology.device_spec(device)
         if spec.type != profile.device_type:
             message = f"device {device!r} is a {spec.type}, but the profile is of a {profile.device_type}"
@@ -361,6 +426,8 @@ class Machine:
         cost = estimate(instruction.work, self.profile, bound=bound, direction=direction)
         if cost.limiter == "copy":
             cost = replace(cost, limiter=self.wires.get(direction, "memory"))
+        if instruction.work.disk_bytes:
+            return self._disk(cost, instruction)
         if isinstance(instruction.op, Collective):
             return self._collective(cost, program, instruction, bound)
         if isinstance(instruction.op, Send | Recv):
@@ -371,7 +438,10 @@ class Machine:
 
     @staticmethod
     def direction(program: Program, instruction: Instruction) -> CopyDirection:
-        """Return the direction of a copy's bytes: by where it writes, or by its stream if it writes nothing."""
+        """Return the direction of a copy's bytes: by where it writes, or by its stream if it writes nothing.
+
+        Of copies between a drive and its host, reads are to the host and writes from it.
+        """
         if instruction.writes:
             return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
         return "d2h" if instruction.stream == Stream.D2H else "h2d"
@@ -394,6 +464,18 @@ class Machine:
             parts |= {name: self.far_share for name in far if name not in route}
         uses = tuple(parts.items()) + self._issued(size_bytes, bound)
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, cost.limiter)
+
+    def _disk(self, cost: OperationCost, instruction: Instruction) -> Activity:
+        if self.drives is None:
+            raise ProfileError(
+                f"{instruction.id} needs a drive, but the host of {self.profile.device_name} has none",
+                hint="add a node of type disk with a bandwidth to the topology, or use --residency offloaded",
+            )
+        size_bytes, reads = instruction.work.disk_bytes, instruction.stream == Stream.DISK_READ
+        rate = self.drives.read_bytes_per_s if reads else self.drives.write_bytes_per_s
+        seconds = cost.seconds + size_bytes / rate
+        uses = self.drives.reads if reads else self.drives.writes
+        return Activity(seconds, size_bytes / seconds, rate, uses, "drive")
 
     def _issued(self, size_bytes: int, bound: Bound) -> tuple[tuple[str, float], ...]:
         """Return what a byte of a copy takes of the thread that issues it: all of it, or the time of the launch."""

@@ -26,9 +26,9 @@ staging.1 block.4 0 28352512
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from costmodel.models.model_spec import ParamGroup, block_index
 from costmodel.param_passes import cast_work, copy_work
@@ -39,6 +39,8 @@ from zosim.lowering.rank import AxisWriter, Listing, Rank, is_embedding_or_head
 from zosim.program.contents import FREED, UNSET, FrozenWeights, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Allocate, Cast, Collective, Copy, Free
+
+_DISK_MOVES = ("read", "write")
 
 
 class Homes(AxisWriter):
@@ -91,17 +93,34 @@ class Homes(AxisWriter):
         return tuple(replace(access, share=self.share_group) for access in accesses)
 
     def is_offloaded(self, group: ParamGroup) -> bool:
-        """Whether `group` lives on the host."""
+        """Whether `group` lives on the host, or on its drive."""
         residency = self._plan.residency
         place = residency.embedding_and_head if is_embedding_or_head(group.segments[0]) else residency.blocks
-        return place == "offloaded"
+        return place != "resident"
+
+    def _on_disk(self, segment: str) -> int | None:
+        """Return the number of the block of `segment` among those on the drive, if it is one."""
+        if is_embedding_or_head(segment):
+            return None
+        return self._plan.residency.on_disk(block_index(segment), self._rank.model.num_blocks)
 
     def _offloaded(self, segment: str) -> tuple[ParamGroup, ...]:
         return tuple(group for group in self._rank.model.param_groups_of(segment) if self.is_offloaded(group))
 
     def home(self, group: ParamGroup) -> str:
         """Return the buffer that holds `group` between steps."""
-        return f"{'host' if self.is_offloaded(group) else 'device'}.{group.name}"
+        return f"{self._space(group)}.{group.name}"
+
+    def _space(self, group: ParamGroup) -> Space:
+        if not self.is_offloaded(group):
+            return Space.DEVICE
+        return Space.HOST if self._on_disk(group.segments[0]) is None else Space.DISK
+
+    def _disk_buffer(self, segment: str, move: str) -> str:
+        """Return the host memory by way of which a block on the drive goes to the device, or back."""
+        number = self._on_disk(segment)
+        assert number is not None
+        return f"{move}.{number % self._plan.residency.num_staging_buffers}"
 
     def staging_buffer(self, segment: str) -> str:
         """Return the staging buffer that an offloaded `segment` passes through."""
@@ -190,32 +209,47 @@ class Homes(AxisWriter):
         for group in self._rank.param_groups:
             offloaded = self.is_offloaded(group)
             dtype = plan.transfer_dtype if offloaded else plan.weights.dtype
-            space, shared = (Space.HOST, bool(self.share_group)) if offloaded else (Space.DEVICE, False)
+            shared = offloaded and bool(self.share_group)
             size = self._group_bytes(group, dtype)
             kept_in = self._storage.buffer_format([group], dtype)
-            yield Buffer(self.home(group), space, size, "weights", kept_in, shared=shared)
-        for name, size in self._staging_sizes.items():
-            # A staging buffer is bytes where any block that passes through it is in quantized values.
-            passing = (
-                g for s in self._rank.segments if self.staging_buffer(s) == name for g in self._offloaded(s)
-            )
-            kept_in = self._storage.buffer_format(passing, plan.weights.dtype)
-            yield Buffer(name, Space.DEVICE, size, "staging buffers", kept_in)
+            yield Buffer(self.home(group), self._space(group), size, "weights", kept_in, shared=shared)
+        segments = tuple(filter(self._offloaded, self._rank.segments))
+        yield from self._passed(segments, self.staging_buffer, plan.weights.dtype, "staging buffers")
         if plan.is_transfer_lossy:
-            for name, size in self._largest(self.transfer_buffer, plan.transfer_dtype).items():
+            for name, size in self._largest(segments, self.transfer_buffer, plan.transfer_dtype).items():
                 yield Buffer(name, Space.DEVICE, size, "transfer buffers", plan.transfer_dtype)
+        segments = tuple(segment for segment in segments if self._on_disk(segment) is not None)
+        for move in _DISK_MOVES:
+            buffer_of = partial(self._disk_buffer, move=move)
+            yield from self._passed(segments, buffer_of, plan.transfer_dtype, "disk buffers", Space.HOST)
+
+    def _passed(
+        self,
+        segments: Sequence[str],
+        buffer_of: Callable[[str], str],
+        dtype: str,
+        role: str,
+        space: Space = Space.DEVICE,
+    ) -> Iterator[Buffer]:
+        """Yield the buffers that some segments pass through."""
+        for name, size in self._largest(segments, buffer_of, dtype).items():
+            # A buffer is bytes where any block that passes through it is in quantized values.
+            passing = (g for s in segments if buffer_of(s) == name for g in self._offloaded(s))
+            yield Buffer(name, space, size, role, self._storage.buffer_format(passing, dtype))
 
     @cached_property
     def _staging_sizes(self) -> dict[str, int]:
-        return self._largest(self.staging_buffer, self._plan.weights.dtype)
+        segments = tuple(filter(self._offloaded, self._rank.segments))
+        return self._largest(segments, self.staging_buffer, self._plan.weights.dtype)
 
-    def _largest(self, buffer_of: Callable[[str], str], dtype: str) -> dict[str, int]:
+    def _largest(
+        self, segments: Iterable[str], buffer_of: Callable[[str], str], dtype: str
+    ) -> dict[str, int]:
         """Return the bytes of the largest segment that passes through each of some buffers."""
         sizes: dict[str, int] = {}
-        for segment in self._rank.segments:
-            if groups := self._offloaded(segment):
-                size = sum(self._group_bytes(group, dtype) for group in groups)
-                sizes[buffer_of(segment)] = max(sizes.get(buffer_of(segment), 0), size)
+        for segment in segments:
+            size = sum(self._group_bytes(group, dtype) for group in self._offloaded(segment))
+            sizes[buffer_of(segment)] = max(sizes.get(buffer_of(segment), 0), size)
         return sizes
 
     # -- transfers ---------------------------------------------------------------------------------------------
@@ -232,6 +266,10 @@ class Homes(AxisWriter):
             target = self.transfer_buffer(segment) if lossy else self.staging_buffer(segment)
             home = self.weights(group, self.home(group), step, dtype=dtype)
             here = self.weights(group, target, step, dtype=dtype)
+            if self._space(group) is Space.DISK:
+                held = self.weights(group, self._disk_buffer(segment, "read"), step, dtype=dtype)
+                self._move(f"{group.name}/read{suffix}", Stream.DISK_READ, "read", segment, home, held)
+                home = held
             if self._plan.residency.transfers == "sliced":
                 self._upload_sliced(group, segment, home, here, suffix)
             else:
@@ -276,10 +314,29 @@ class Homes(AxisWriter):
             left = self.trainable(group, self.home(group), step, what, dtype)
             work = copy_work(read.size_bytes // self._num_shares)
             name = f"{group.name}/offload{suffix}"
-            reads, writes = self.shares_of((read,)), self.shares_of((left,))
+            held = left
+            if self._space(group) is Space.DISK:
+                held = self.trainable(group, self._disk_buffer(segment, "write"), step, what, dtype)
+            reads, writes = self.shares_of((read,)), self.shares_of((held,))
             self._emit(name, Copy(), Stream.D2H, "offload", segment, reads, writes, work)
+            if held is not left:
+                name = f"{group.name}/write{suffix}"
+                self._move(name, Stream.DISK_WRITE, "write", segment, (held,), (left,))
         if groups and not self._plan.residency.reuse_staging_buffers:
             self._free(segment, suffix)
+
+    def _move(
+        self,
+        name: str,
+        stream: Stream,
+        label: str,
+        segment: str,
+        reads: tuple[Access, ...],
+        writes: tuple[Access, ...],
+    ) -> None:
+        """Write a copy between a drive and host memory."""
+        work = Work(disk_bytes=sum(access.size_bytes for access in reads))
+        self._emit(name, Copy(), stream, label, segment, reads, writes, work)
 
     def _widen(self, group: ParamGroup, segment: str, step: int, suffix: str) -> None:
         reads = self.weights(group, self.transfer_buffer(segment), step, dtype=self._plan.transfer_dtype)

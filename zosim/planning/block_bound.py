@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 
 from costmodel.models.model_spec import ModelSpec, block_segment
 from topology.limits import whole_number
@@ -44,7 +44,7 @@ from zosim.planning.block_graph import BlockGraph, Execution, Seconds, StageStep
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program.instructions import Buffer, Instruction
+from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction
 from zosim.program.operations import Collective, Recv, Send
 from zosim.simulators.shortening import shortened_stages, shortest
 
@@ -124,13 +124,21 @@ class BlockBounder:
             # Every resource has a place, so that loads of machines alike can be added by position.
             loads = dict.fromkeys(machine.capacities, 0.0)
             seconds = []
+            share = _share_on_disk(plan, rank)
             for execution in two_blocks.executions:
-                activities = [
-                    self._activity(item, two_blocks.program, machine) for item in execution.instructions
-                ]
-                seconds.append([activity.seconds for activity in activities])
-                for name, amount in chain.from_iterable(activity.loads() for activity in activities):
-                    loads[name] += amount * execution.count
+                items = execution.instructions
+                activities = [self._activity(item, two_blocks.program, machine) for item in items]
+                # Where some blocks of many come from a drive, nothing is known to wait for that.
+                seconds.append(
+                    [
+                        0.0 if share < 1 and item.stream in DISK_STREAMS else activity.seconds
+                        for item, activity in zip(items, activities, strict=True)
+                    ]
+                )
+                for item, activity in zip(items, activities, strict=True):
+                    count = execution.count * (share if item.stream in DISK_STREAMS else 1)
+                    for name, amount in activity.loads():
+                        loads[name] += amount * count
             self._prices[key] = _Prices(seconds, tuple(loads.values()))
         return StageStep(
             two_blocks.graph(plan.residency.num_staging_buffers), self._prices[key].seconds, machine.step_s()
@@ -148,7 +156,9 @@ class BlockBounder:
         return self._activities[key][-1]
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
-        """Return a plan with fewer blocks, and the blocks that each of those left stands for."""
+        """Return a plan with fewer blocks, all on a drive if any is, and the blocks that each of those left stands for."""
+        residency = plan.residency.model_copy(update={"num_disk_blocks": None})
+        plan = plan.model_copy(update={"residency": residency})
         # Split points within one stage fall on certain blocks, which are then unlike the others.
         if not self._is_long or (plan.num_stages == 1 and plan.split_points):
             return plan, {}
@@ -168,8 +178,9 @@ def _part(plan: Plan, rank: int) -> Hashable:
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     eval_points = plan.eval_points_of(rank)
     # Staging buffers change the order of blocks, not what is done for one.
-    residency = plan.residency.model_copy(update={"num_staging_buffers": 1})
+    residency = plan.residency.model_copy(update={"num_staging_buffers": 1, "num_disk_blocks": None})
     return (
+        _share_on_disk(plan, rank),
         len(eval_points),
         BASE in eval_points,
         len(plan.rows_of(rank)),
@@ -179,6 +190,20 @@ def _part(plan: Plan, rank: int) -> Hashable:
         plan.placement.is_on_gpus,
         repr((residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward)),
     )
+
+
+def _block_number(segment: str) -> int | None:
+    return whole_number(segment.partition(".")[2].partition(".")[0])
+
+
+def _share_on_disk(plan: Plan, rank: int) -> float:
+    """Return the part of the blocks of a rank that lie on a drive."""
+    if plan.residency.blocks != "nvme":
+        return 0.0
+    num_blocks = plan.model.num_blocks
+    own = [block for segment in plan.segments_of(rank) if (block := _block_number(segment)) is not None]
+    on_disk = sum(plan.residency.on_disk(block, num_blocks) is not None for block in own)
+    return on_disk / len(own) if own else 0.0
 
 
 @dataclass(frozen=True)
@@ -223,7 +248,7 @@ def _executions(program: Program, standing: Mapping[str, range]) -> Iterator[Exe
             for number, of_item in enumerate(accesses)
             if any(program.buffer(access.buffer).role in _STAGING_ROLES for access in of_item)
         )
-        block = whole_number(segment.partition(".")[2].partition(".")[0])
+        block = _block_number(segment)
         blocks = standing.get(segment)
         first, count = (block, 1) if blocks is None else (blocks.start, len(blocks))
         yield Execution(first, count, instructions, in_buffer)

@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from costmodel.memory import Where
 from topology.units import format_bytes
 from zosim.eval_points import BASE
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
@@ -52,7 +54,9 @@ class Bound:
     missing : str
         What does not fit and by how much; empty if everything does.
     missing_bytes : int
-        How much that is altogether, of a device's memory and of a host's.
+        How much that is altogether, of a device's memory, of a host's and of its drives.
+    lacks_host : bool
+        Whether a host's memory is among what does not suffice.
     """
 
     seconds: float
@@ -60,6 +64,7 @@ class Bound:
     footprints: Footprints
     missing: str
     missing_bytes: int
+    lacks_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,8 +122,9 @@ class Bounds:
             ),
             longest.num_instructions,
             taken,
-            "; ".join(description for description, _ in lacks),
-            sum(size_bytes for _, size_bytes in lacks),
+            "; ".join(lack.description for lack in lacks),
+            sum(lack.size_bytes for lack in lacks),
+            any(lack.where == "host" for lack in lacks),
         )
 
     def _machines(self, plan: Plan) -> tuple[Machine, ...]:
@@ -176,8 +182,8 @@ class Bounds:
             fullest_s = max(fullest_s, *busy_s.values())
         return fullest_s
 
-    def _missing(self, plan: Plan, classes: _RankClasses, taken: Footprints) -> Iterator[tuple[str, int]]:
-        """Yield what of the devices and the hosts does not suffice, in words and in bytes that lack."""
+    def _missing(self, plan: Plan, classes: _RankClasses, taken: Footprints) -> Iterator[_Lack]:
+        """Yield what of the devices and the hosts does not suffice."""
         request, devices = self._request, plan.placement.devices
         for memory, rank in zip(taken.ranks, classes.ranks, strict=True):
             limit = request.device_limit_bytes(devices[rank])
@@ -192,11 +198,29 @@ class Bounds:
                 has = f" of {request.about_host_memory(of_host)}"
                 yield _lacking("host", host.size_bytes, limit, host.describe(), has)
                 break
+        for host in taken.hosts:
+            space = request.disk_limit_bytes(tuple(devices[rank] for rank in host.ranks))
+            if host.disk_bytes > space:
+                size, limit = host.disk_bytes, round(space)
+                description = (
+                    f"needs {format_bytes(size)} on the drives of {host.host}, {format_bytes(size - limit)} more "
+                    f"than {format_bytes(limit)}"
+                )
+                yield _Lack("disk", size - limit, description)
+                break
 
 
-def _lacking(where: str, needed: int, limit: int, parts: str, has: str = "") -> tuple[str, int]:
+class _Lack(NamedTuple):
+    """What does not suffice, by how much, and in words."""
+
+    where: Where
+    size_bytes: int
+    description: str
+
+
+def _lacking(where: Where, needed: int, limit: int, parts: str, has: str = "") -> _Lack:
     description = (
         f"needs {format_bytes(needed)} of {where} memory, {format_bytes(needed - limit)} more than "
         f"{format_bytes(limit)}{has}: {parts}"
     )
-    return description, needed - limit
+    return _Lack(where, needed - limit, description)

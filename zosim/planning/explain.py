@@ -43,6 +43,7 @@ def reasons(
     if chosen.plan.num_stages > 1:
         yield from about_stages(chosen.planned)
     yield from about_host_memory(chosen.planned)
+    yield from about_disks(chosen.planned)
     yield from about_formats(chosen.planned)
     yield from _about_quantization(chosen, others)
     if chosen.plan.perturbs_by_adapters:
@@ -72,6 +73,16 @@ def about_host_memory(planned: PlannedRun) -> Iterator[str]:
     if assumed and any(topology.node(device).type == "gpu" for device in devices):
         description = format_bandwidth(assumed[0].bandwidth_bytes_per_s)
         yield f"the bandwidth of {assumed[0].id}, {description}, is assumed: {HOW_TO_STATE_MEMORY}"
+
+
+def about_disks(planned: PlannedRun) -> Iterator[str]:
+    """Yield whether the bandwidth of drives that blocks come from is assumed."""
+    if planned.plan.uses_disks:
+        disks = planned.topology.disks_of(planned.plan.placement.devices[0])
+        assumed = [disk for disk in disks if disk.bandwidth is not None and disk.bandwidth.basis == "assumed"]
+        for disk in assumed[:1]:
+            rate = format_bandwidth(disk.bandwidth_bytes_per_s)
+            yield f"the bandwidth of {disk.id}, {rate}, is assumed: state yours in a topology file"
 
 
 def _about_quantization(chosen: Candidate, others: Sequence[Candidate]) -> Iterator[str]:

@@ -57,6 +57,11 @@ class Footprint:
         """Bytes on the host, what is shared included."""
         return total_bytes(self.components, "host")
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the drives of the host."""
+        return total_bytes(self.components, "disk")
+
     def describe(self) -> str:
         """Return the parts on the device in words, the largest first."""
         return describe_components(component for component in self.components if component.where == "device")
@@ -73,11 +78,14 @@ class HostFootprint:
     ranks : tuple of int
     components : tuple of MemoryComponent
         Buffers by role, those that ranks share counted once; where the devices are CPUs, their memory too.
+    disk_bytes : int
+        What the ranks keep on the drives of the host.
     """
 
     host: str
     ranks: tuple[int, ...]
     components: tuple[MemoryComponent, ...]
+    disk_bytes: int = 0
 
     @classmethod
     def of(cls, host: str, ranks: Sequence[int], taken: Sequence[Footprint]) -> HostFootprint:
@@ -95,7 +103,7 @@ class HostFootprint:
             arenas += count * one.device_bytes if one.is_cpu else 0
         components = [MemoryComponent(name, size + once.get(name, 0), "host") for name, size in sizes.items()]
         components += [MemoryComponent(ARENAS, arenas, "host")] if arenas else []
-        return cls(host, tuple(ranks), tuple(components))
+        return cls(host, tuple(ranks), tuple(components), sum(one.disk_bytes for one in taken))
 
     @property
     def size_bytes(self) -> int:
@@ -198,7 +206,7 @@ def _components_by_role(buffers: Iterable[Buffer]) -> Iterator[MemoryComponent]:
         key = (buffer.role, buffer.space)
         sizes[key] = sizes.get(key, 0) + buffer.size_bytes
     for (role, space), size in sizes.items():
-        yield MemoryComponent(role, size, "device" if space is Space.DEVICE else "host")
+        yield MemoryComponent(role, size, space.value)
 
 
 def pinned_by(program: Program) -> int:

@@ -16,6 +16,7 @@ from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
 from zosim.planning.bounds import Bound, Bounds
+from zosim.planning.disks import fewest_on_disk, may_use_disks
 from zosim.planning.explain import ALIKE, about_split_points, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import PlannedRun, Prediction
@@ -219,6 +220,15 @@ def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterato
             chunked = _candidate(request, bounds, plan.model_copy(update={"forward": forward}))
             if not chunked.missing:
                 yield chunked
+        yield from _with_disks(request, bounds, plan)
+
+
+def _with_disks(request: Request, bounds: Bounds, plan: Plan) -> Iterator[Candidate]:
+    """Yield a plan with blocks on drives where host memory lacks space for all, as few as can be."""
+    if may_use_disks(request, plan) and (plan.uses_disks or bounds.of(plan).lacks_host):
+        few = fewest_on_disk(plan, lambda spilled: not bounds.of(spilled).lacks_host)
+        if few is not None:
+            yield _candidate(request, bounds, few)
 
 
 def _candidate(request: Request, bounds: Bounds, plan: Plan) -> Candidate:

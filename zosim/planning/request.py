@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from costmodel.formats import default_dtype
 from costmodel.rates.profile import Profile
@@ -17,7 +18,7 @@ from zosim.hardware.profiles import Profiles
 from zosim.planning.split_options import SplitOptions
 from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights
 
-Blocks = Literal["resident", "offloaded"]
+Blocks = Literal["resident", "offloaded", "nvme"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
 ASSUMED_SIZE = ", whose size is assumed"
 HOW_TO_STATE_MEMORY = (
@@ -25,7 +26,7 @@ HOW_TO_STATE_MEMORY = (
     "`zosim topology show NAME -o FILE` writes"
 )
 
-_BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded",)}
+_BLOCKS: dict[Method, tuple[Blocks, ...]] = {"mezo": ("resident",), "zo2": ("offloaded", "nvme")}
 _SHARED: tuple[Method, ...] = ("pertp", "ddp", "2d")
 """Methods that share the forwards out."""
 
@@ -197,7 +198,7 @@ class Request:
     @property
     def blocks(self) -> tuple[Blocks, ...]:
         """Where blocks may live between their uses."""
-        return _BLOCKS.get(self.config.search.method, ("resident", "offloaded"))
+        return _BLOCKS.get(self.config.search.method, get_args(Blocks))
 
     @property
     def seeks_stages(self) -> bool:
@@ -234,6 +235,12 @@ class Request:
         topology, limit = self.hardware.topology, self.config.search.max_host_bytes
         has = sum(topology.node(memory).memory_bytes for memory in self.host_memories(devices))
         return has if limit is None else min(has, limit)
+
+    def disk_limit_bytes(self, devices: tuple[str, ...]) -> float:
+        """Return what ranks on these devices of one host may keep on its drives: no limit where one does not say its capacity."""
+        disks = self.hardware.topology.disks_of(devices[0])
+        is_known = all(disk.capacity is not None for disk in disks)
+        return sum(disk.memory_bytes for disk in disks) if is_known else inf
 
     def about_host_memory(self, devices: tuple[str, ...]) -> str:
         """Return what the limit of a host's memory is made of, in words: its NUMA domains, and whether they are assumed."""

@@ -263,11 +263,18 @@ def _check_devices(request: Request) -> None:
             hint="leave --residency or --method out",
         )
     moving = [name for name in ("num_staging_buffers", "overlap") if name in residency.model_fields_set]
-    if moving and "offloaded" not in ((blocks,) if blocks is not None else request.blocks):
+    if moving and {"offloaded", "nvme"}.isdisjoint((blocks,) if blocks is not None else request.blocks):
         raise PlanError(
             f"{moving[0]}={getattr(residency, moving[0])} applies to offloaded blocks, but blocks are "
             "resident",
             hint="leave it out, or use --residency offloaded",
+        )
+    topology = request.hardware.topology
+    if blocks == "nvme" and not topology.disks_of(request.hardware.device):
+        raise PlanError(
+            f"--residency nvme needs a drive, but {topology.host_of(request.hardware.device).id} of "
+            f"{request.hardware.name} has none",
+            hint="add a node of type disk with its capacity and bandwidth to the topology, and a link to it",
         )
 
 
@@ -331,7 +338,7 @@ def _plan(
     fixed = request.config.fixed() if fixed is None else fixed
     axes = {axis: {**point.get(axis, {}), **fixed.get(axis, {})} for axis in {**point, **fixed}}
     # A transfer format is about blocks that move.
-    if axes.get("residency", {}).get("blocks") != "offloaded":
+    if axes.get("residency", {}).get("blocks", "resident") == "resident":
         axes.get("residency", {}).pop("transfer_dtype", None)
     with readable("what the plan is asked to fix", PlanError):
         return Plan.model_validate(
@@ -350,16 +357,19 @@ def _plan(
 def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[AxisValues]:
     """Yield the values of residency and schedule that the request leaves open."""
     allowed = request.config.residency.given("blocks")
-    if "resident" in request.blocks and allowed != "offloaded":
+    if "resident" in request.blocks and allowed in (None, "resident"):
         for update in ("immediate", "delayed"):
             yield {"schedule": {"update": update}}
         # More draws, but stages begin with the first point sooner.
         yield {"schedule": {"traversal": "full"}}
     if "offloaded" in request.blocks and allowed != "resident":
+        # What host memory has no space for goes to a drive, where there is one, block by block.
+        blocks = allowed or "offloaded"
+        shared_by = ("private",) if blocks == "nvme" else _transfers(mesh, placement)
         for transfer_dtype in _transfer_formats(request):
-            for transfers, num_buffers in product(_transfers(mesh, placement), _STAGING_BUFFERS):
+            for transfers, num_buffers in product(shared_by, _STAGING_BUFFERS):
                 residency = {
-                    "blocks": "offloaded",
+                    "blocks": blocks,
                     "num_staging_buffers": num_buffers,
                     "transfers": transfers,
                     "transfer_dtype": transfer_dtype,

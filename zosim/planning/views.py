@@ -66,6 +66,7 @@ def prediction_view(planned: PlannedRun) -> Table:
             + (f"; rank {prediction.footprints.largest_rank}, the most of any)" if several else ")"),
         ),
         ("host memory", f"{format_bytes(host.size_bytes)}  ({host.describe()}{among})"),
+        *([("drives", f"{format_bytes(host.disk_bytes)} of blocks{among}")] if host.disk_bytes else []),
         *(
             [("start-up", pinned.description)]
             if pinned is not None and pinned.high_s >= _WORTH_WAITING_S
@@ -190,6 +191,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
                 "host": host.host,
                 "ranks": host.ranks,
                 "host_bytes": host.size_bytes,
+                "disk_bytes": host.disk_bytes,
                 "components": host.components,
             }
             for host in prediction.footprints.hosts

@@ -253,8 +253,13 @@ class Plan(Axis, Document):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether blocks live on the host, and pass through staging buffers of the device."""
-        return self.residency.blocks == "offloaded"
+        """Whether blocks live on the host or its drive, and pass through staging buffers of the device."""
+        return self.residency.blocks != "resident"
+
+    @property
+    def uses_disks(self) -> bool:
+        """Whether blocks live on a drive, and come by way of host memory."""
+        return self.residency.blocks == "nvme"
 
     @property
     def is_sliced(self) -> bool:
@@ -283,13 +288,14 @@ class Plan(Axis, Document):
     @property
     def method(self) -> str:
         """Name of the preset that this plan is a point of, or a description of the point."""
-        combination = (self.residency.blocks, self.schedule.update)
+        combination = (self.is_offloaded, self.schedule.update)
         alone = {
-            ("resident", "immediate"): "mezo",
-            ("resident", "delayed"): "mezo+delayed",
-            ("offloaded", "delayed"): "zo2",
-            ("offloaded", "immediate"): "zo2-no-efficient-update",
+            (False, "immediate"): "mezo",
+            (False, "delayed"): "mezo+delayed",
+            (True, "delayed"): "zo2",
+            (True, "immediate"): "zo2-no-efficient-update",
         }[combination]
+        alone += "+nvme" if self.uses_disks else ""
         shared = f"+{self.mesh.shared_by}" if self.mesh.shared_by else ""
         sliced = "+sliced" if self.residency.transfers == "sliced" else ""
         staged = "+stages" if self.mesh.is_staged else "+codec" if self.split.split_points else ""

@@ -148,7 +148,7 @@ class ForwardPass(Axis):
                 "share the step out otherwise: --mesh data=N or perturb=N",
             ),
             (
-                plan.residency.blocks == "offloaded",
+                plan.is_offloaded,
                 f"offloaded blocks, which would cross the bus {num_messages} times a step, for every token at each point",
                 "use --residency resident, with quantized values (--weight-format int4 --keep-perturbations) where numbers do not fit",
             ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator
 
 from costmodel.formats import FORMATS, TransferFormat
-from topology.limits import StagingBuffers
+from topology.limits import Blocks, StagingBuffers
 from zosim.plans.setting import Axis, Changes, Conflict, Setting
 from zosim.plans.weights import in_full
 
@@ -26,11 +26,14 @@ class Residency(Axis):
     Attributes
     ----------
     blocks : str
-        ``"resident"`` on the device, or ``"offloaded"`` to host memory.
+        ``"resident"`` on the device, ``"offloaded"`` to host memory, or ``"nvme"``: on a drive, from which they come by
+        way of host memory.
+    num_disk_blocks : int or None
+        Blocks on the drive where blocks are ``"nvme"``, spread evenly among those that host memory has; None for all.
     embedding_and_head : str
         The same for embedding and head, which pass through one staging buffer of their own. The planner's choice alone.
     num_staging_buffers : int
-        Device buffers that offloaded blocks pass through. One staging buffer serialises upload, compute and offload;
+        Device buffers that offloaded blocks pass through; as many of host memory in each direction, of blocks on a drive. One staging buffer serialises upload, compute and offload;
         three let all of them overlap.
     overlap : bool
         Whether copies run beside compute. Off, every copy waits for the compute before it and the other way
@@ -51,15 +54,26 @@ class Residency(Axis):
     heading = "Placement"
 
     blocks: Annotated[
-        Literal["resident", "offloaded"],
+        Literal["resident", "offloaded", "nvme"],
         Setting(
             "--residency",
-            "Where transformer blocks live between uses: on the device, or offloaded to host memory.",
+            "Where transformer blocks live between uses: on the device, offloaded to host memory, or on an NVMe drive.",
             _ROUNDING,
             planned=True,
             recorded_as="blocks",
         ),
     ] = "resident"
+    num_disk_blocks: Annotated[
+        Blocks | None,
+        Setting(
+            "--disk-blocks",
+            "Number of blocks on the drive with --residency nvme; host memory keeps the others.",
+            _ROUNDING,
+            planned=True,
+            usual="all, or as many as host memory has no space for",
+            expert=True,
+        ),
+    ] = None
     embedding_and_head: Annotated[
         Literal["resident", "offloaded"],
         Setting(
@@ -108,6 +122,8 @@ class Residency(Axis):
         """Yield how offloaded blocks move."""
         if self.blocks == "resident":
             return
+        if self.num_disk_blocks is not None:
+            yield f"{self.num_disk_blocks} of {plan.model.num_blocks} blocks on the drive"
         yield f"{self.num_staging_buffers} staging buffer{'s' if self.num_staging_buffers > 1 else ''}"
         if plan.is_shared_out:
             yield "blocks sliced" if self.transfers == "sliced" else "host copy shared"
@@ -122,6 +138,7 @@ class Residency(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what does not move, or not so."""
+        yield from self._conflicts_of_disks(plan)
         if self.embedding_and_head == "offloaded" and self.blocks == "resident":
             yield "embedding_and_head=offloaded needs blocks=offloaded", "offload the blocks as well"
         if self.embedding_and_head == "offloaded" and plan.model.tied_head:
@@ -139,6 +156,41 @@ class Residency(Axis):
             )
         if self.transfers != "private":
             yield from self._conflicts_of_shares(plan)
+
+    def on_disk(self, block: int, num_blocks: int) -> int | None:
+        """Return the number of a block among those on a drive, of a model with so many blocks; None where it is not on one.
+
+        Examples
+        --------
+        Three of eight blocks, as far from each other as can be:
+
+        >>> residency = Residency(blocks="nvme", num_disk_blocks=3)
+        >>> [residency.on_disk(block, 8) for block in range(8)]
+        [None, None, 0, None, None, 1, None, 2]
+        """
+        if self.blocks != "nvme":
+            return None
+        count = num_blocks if self.num_disk_blocks is None else self.num_disk_blocks
+        number = block * count // num_blocks
+        return number if (block + 1) * count // num_blocks > number else None
+
+    def _conflicts_of_disks(self, plan: Plan) -> Iterator[Conflict]:
+        count, num_blocks = self.num_disk_blocks, plan.model.num_blocks
+        if count is not None and self.blocks != "nvme":
+            yield (
+                f"--disk-blocks {count} needs blocks on a drive, but blocks={self.blocks}",
+                "use --residency nvme, or leave --disk-blocks out",
+            )
+        elif count is not None and count > num_blocks:
+            yield (
+                f"--disk-blocks {count} exceeds the {num_blocks} blocks of {plan.model.name}",
+                "leave it out for all",
+            )
+        if self.blocks == "nvme" and self.transfers != "private":
+            yield (
+                f"transfers={self.transfers} does not apply to blocks on a drive, of which every rank has its own",
+                "use transfers=private",
+            )
 
     def _conflicts_of_shares(self, plan: Plan) -> Iterator[Conflict]:
         transfers = self.transfers

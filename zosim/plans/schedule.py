@@ -56,9 +56,9 @@ class Schedule(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what the traversal cannot do."""
-        if plan.residency.blocks == "offloaded" and self.traversal == "full":
+        if plan.is_offloaded and self.traversal == "full":
             yield (
-                "traversal=full needs all blocks on the device, but blocks=offloaded",
+                f"traversal=full needs all blocks on the device, but blocks={plan.residency.blocks}",
                 "use traversal=blockwise",
             )
         if self.traversal == "full" and self.update == "delayed":

@@ -27,6 +27,12 @@ class Stream(StrEnum):
     SAMPLE = "sample"
     LINK = "link"
     RECV = "recv"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+
+
+DISK_STREAMS = frozenset({Stream.DISK_READ, Stream.DISK_WRITE})
+"""Streams whose instructions the host runs itself, whatever the device."""
 
 
 class Space(StrEnum):
@@ -34,6 +40,7 @@ class Space(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +55,9 @@ class Buffer:
         Capacity.
     role : str
         What it is for, the name under which memory is reported: ``weights``, ``staging buffers``, ``transfer buffers``,
-        ``perturbations``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also ``gradients``,
-        ``optimizer state`` and ``kept messages``. ``weights``, ``staging buffers``, ``transfer buffers`` and
-        ``perturbations`` are flat arrays; ``activations`` are whatever tensor the forward that writes them returns.
+        ``disk buffers``, ``perturbations``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also
+        ``gradients``, ``optimizer state`` and ``kept messages``. All up to ``perturbations`` are flat arrays;
+        ``activations`` are whatever tensor the forward that writes them returns.
     dtype : str
         Format of its elements.
     dynamic : bool

@@ -18,6 +18,7 @@ from executors.models.parameters import bind, stand_in
 from executors.randomness.rounded import NonzeroRows, RoundedSampler, rounding_key
 from executors.ranks.messages import Packed
 from executors.steps.buffers import BufferStore, PlacedSection
+from executors.steps.disk import DiskFile
 from executors.steps.frames import Hyperparameters, LoadedBatch, StepFrame
 from executors.steps.graphs import Graphs
 from executors.steps.streams import Backend
@@ -70,6 +71,8 @@ class Context:
         Format of losses, where only other ranks compute them.
     graphs : Graphs or None
         Of draws and blocks, where they are launched as graphs.
+    disk : DiskFile or None
+        Where the buffers lie that the program has on a drive.
     adapter_rank_in_use : callable
         Returns how much is read of adapters whose rank grows, which a graph has to be captured for.
     loaded : LoadedBatch
@@ -86,6 +89,7 @@ class Context:
     ranks: Ranks | None = None
     remote_loss_dtype: torch.dtype | None = None
     graphs: Graphs | None = None
+    disk: DiskFile | None = None
     adapter_rank_in_use: Callable[[], int] = int
     loaded: LoadedBatch = field(default_factory=LoadedBatch)
     _bound: dict[ParamGroupWeights | FrozenWeights, PlacedSection] = field(default_factory=dict)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from executors.steps.frames import StepFrame
 from executors.steps.ops.context import Context
 from executors.steps.ops.operands import Action, Unfit
 from zosim.program.contents import parameters_of
-from zosim.program.instructions import Access, Instruction
+from zosim.program.instructions import DISK_STREAMS, Access, Instruction, Stream
 from zosim.program.operations import Allocate, Free
 
 
@@ -22,13 +26,20 @@ class Copies:
         for source, target in pairs:
             if source.size_bytes != target.size_bytes:
                 raise Unfit(f"copies {source.size_bytes} bytes to {target.size_bytes}")
-        store, backend = self._context.store, self._context.backend
+        store, move = self._context.store, self._mover(instruction.stream)
 
         def copy(_frame: StepFrame) -> None:
             for source, target in pairs:
-                backend.copy(store.raw(target), store.raw(source))
+                move(store.raw(target), store.raw(source))
 
         return copy
+
+    def _mover(self, stream: Stream) -> Callable[[Tensor, Tensor], None]:
+        """Return what copies bytes to a tensor from another, on a stream."""
+        disk = self._context.disk
+        if disk is None or stream not in DISK_STREAMS:
+            return self._context.backend.copy
+        return disk.read if stream == Stream.DISK_READ else disk.write
 
     def cast(self, instruction: Instruction) -> Action:
         """Return what rewrites parameters in the format of the buffer written."""

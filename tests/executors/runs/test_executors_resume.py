@@ -115,6 +115,9 @@ def test_resuming_on_other_data_is_refused(inputs, run, tmp_path, capsys):
     assert "data_sha256" in capsys.readouterr().err
 
 
+ON_DRIVE = ("--residency", "nvme")
+
+
 def kill_at(inputs, out, size, *more):
     """Start a run, and kill it once its log has `size` bytes."""
     log = out / "steps.jsonl"
@@ -129,13 +132,14 @@ def kill_at(inputs, out, size, *more):
 
 @pytest.mark.crossed(quick=2)
 @pytest.mark.dist
-@pytest.mark.parametrize(("first", "second"), [(OFFLOADED, RESIDENT), (RESIDENT, OFFLOADED)])
+@pytest.mark.parametrize(("first", "second"), [(ON_DRIVE, RESIDENT), (RESIDENT, OFFLOADED)])
 def test_killed_at_a_random_instant_and_resumed_elsewhere(inputs, whole, tmp_path, first, second):
     chosen = random.Random(os.urandom(8))
     size = chosen.randrange((whole / "steps.jsonl").stat().st_size)
     out = tmp_path / "out"
     kill_at(inputs, out, size, *first, "--checkpoint-every", 3)
     assert not (out / "model.safetensors").exists() or size > 0
+    assert not list(out.glob("zosim-blocks-*"))
     assert zosim(*options(inputs, out, *second, "--resume")) == 0, f"killed at {size} bytes"
     assert same(out, whole), f"killed at {size} bytes"
 

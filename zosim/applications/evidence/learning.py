@@ -133,7 +133,8 @@ def _grouped(
     for span, is_alone in _with_company(spans, is_cpu=profile.device_type == "cpu"):
         program, instruction = programs[span.rank], by_id[span.rank][span.instruction]
         waits = num_ranks > 1 and (instruction.work.link_bytes or instruction.stream == Stream.LINK)
-        if not waits and _has_work(instruction.work):
+        # A drive's rates are the topology's, none of a profile's.
+        if not waits and not instruction.work.disk_bytes and _has_work(instruction.work):
             key = (instruction.label, instruction.work, _direction(program, instruction))
             name = f"{instruction.label} {instruction.id}"
             groups.setdefault(key, (name, []))[1].append((span.duration_s, is_alone))
