@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from costmodel.formats import FORMATS, DType
+from costmodel.models.families import FAMILIES
 from costmodel.models.kernel_trace import KernelTrace, TracedBuffer
-from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, block_index
-from costmodel.models.pieces import TANH, AttentionImpl, Pass, attention_part, lookup, norm, seen_tokens
+from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, block_index, block_segment
+from costmodel.models.pieces import (
+    TANH,
+    AttentionImpl,
+    Pass,
+    attention_core,
+    attention_part,
+    lookup,
+    norm,
+    seen_tokens,
+)
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 
@@ -268,6 +278,8 @@ def _added(
 
 def _block_work(spec: ModelSpec, shape: Pass) -> Work:
     trace = KernelTrace(shape.dtype)
+    if spec.family not in FAMILIES:
+        return _listed_block_work(trace, spec, shape)
     if not spec.is_causal:
         return _masked_block_work(trace, spec, shape)
     if spec.residual != "serial":
@@ -278,6 +290,26 @@ def _block_work(spec: ModelSpec, shape: Pass) -> Work:
         trace.free(normed)
     output = _added(trace, spec, residual, output, drop=(residual, output))
     trace.free(*kept)
+    _adapters(trace, spec, shape)
+    return trace.work(output_bytes=output.size_bytes)
+
+
+def _listed_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
+    """Play a block of a family of which nothing is known but its linear layers and its experts, all of whose results stay alive."""
+    entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    normed, kept = norm(trace, spec, entry), []
+    for group in spec.param_groups_of(block_segment(shape.block)):
+        for outputs, inputs in (*group.linears, *group.frozen_linears):
+            made = trace.linear(shape.rows, inputs, outputs)
+            kept.append(trace.map(made, exponentials=1))
+            kept.append(made)
+    attended, scores = attention_core(trace, spec, shape, ())
+    residual = trace.map(entry, attended, drop=(attended,))
+    if spec.has_experts(shape.block):
+        change = _mixture(trace, spec, shape, shared=None)
+        residual = trace.map(residual, change, drop=(residual, change))
+    output = norm(trace, spec, residual)
+    trace.free(normed, scores, residual, *kept)
     _adapters(trace, spec, shape)
     return trace.work(output_bytes=output.size_bytes)
 
@@ -298,7 +330,7 @@ def _parallel_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Wo
 def _mlp(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer) -> TracedBuffer:
     """Play a block's MLP, or its experts."""
     if spec.has_experts(shape.block):
-        return _mixture(trace, spec, shape)
+        return _mixture(trace, spec, shape, _shared_expert(trace, spec, shape))
     inner = _first_of_mlp(trace, spec, shape, normed)
     output = trace.linear(shape.kept_rows, spec.intermediate_size, spec.hidden_size)
     trace.free(inner)
@@ -311,14 +343,13 @@ _ORDER_BYTES = 48
 """Of a visit's expert, its weight, and its place in the order of experts and in that of tokens."""
 
 
-def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> TracedBuffer:
+def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, shared: TracedBuffer | None) -> TracedBuffer:
     """Play a mixture of experts: visits in the order of experts, two products for each expert that is visited, and their sum.
 
     What is alive does not depend on who is visited: a row for each visit.
     """
     experts, rows, hidden = spec.experts, shape.kept_rows, spec.hidden_size
     assert experts is not None
-    shared = _shared_expert(trace, spec, shape)
     scores = trace.linear(rows, hidden, experts.num_experts)
     trace.free(trace.map(scores, drop=(scores,), exponentials=1))
     trace.num_kernels += _NUM_ROUTING_KERNELS

@@ -79,16 +79,22 @@ def attention_part(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[Tr
     q, k, v, *held = _project_latents(trace, spec, shape) if spec.latent else _project(trace, spec, shape)
     if spec.num_prefix_tokens:
         k, v = _prefixed(trace, spec, shape, k), _prefixed(trace, spec, shape, v)
-    if shape.attention == "eager" or (spec.stores_scores == "always" and shape.attention == "sdpa"):
-        mixed, kept = _eager(trace, spec, shape)
-    else:
-        mixed, kept = _fused(trace, spec, shape, (q, k, v)), TracedBuffer(0, shape.dtype)
+    mixed, kept = attention_core(trace, spec, shape, (q, k, v))
     if shape.num_kept:
         picked = lookup(trace, shape.kept_rows * queries)
         trace.free(picked)
     output = trace.linear(shape.kept_rows, values, spec.hidden_size)
     trace.free(q, k, v, mixed, *held)
     return output, kept
+
+
+def attention_core(
+    trace: KernelTrace, spec: ModelSpec, shape: Pass, qkv: tuple[TracedBuffer, ...]
+) -> tuple[TracedBuffer, TracedBuffer]:
+    """Play attention between its projections; return its output and what stays alive to the end of the block."""
+    if shape.attention == "eager" or (spec.stores_scores == "always" and shape.attention == "sdpa"):
+        return _eager(trace, spec, shape)
+    return _fused(trace, spec, shape, qkv), TracedBuffer(0, shape.dtype)
 
 
 def _project(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBuffer, ...]:

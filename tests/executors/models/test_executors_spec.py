@@ -8,11 +8,14 @@ import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from costmodel import read_model_spec, spec_of_config
 from costmodel.models.families import FAMILIES
+from costmodel.models.forward import forward_work
 from executors.models.spec import spec_of_model, spec_without_weights
+from studies.families.tiny import tiny_model
 from tests.support.tiny_families import SHARED, TINY
 
 
@@ -56,3 +59,23 @@ def test_the_way_out_that_the_hint_names_works(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert read_model_spec(target) == spec_without_weights(str(tmp_path / "model"))
+
+
+def _grouped_flops(rows, weights, *args, out_shape=None, **kwargs):
+    return 2 * rows[0] * rows[1] * weights[2]
+
+
+@pytest.mark.parametrize("family", ["ctrl", "ernie4_5_moe", "lfm2", "zaya"])
+def test_flops_of_a_family_without_a_row_are_those_of_its_linear_layers(family):
+    assert family not in FAMILIES
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    tokens, spec = torch.randint(3, 90, (2, 30)), spec_of_model(model, "tiny")
+    by_experts = {torch.ops.aten._grouped_mm: _grouped_flops}
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=by_experts) as counter:
+        model(input_ids=tokens, labels=tokens, use_cache=False)
+    works = [
+        forward_work(spec, segment, batch=2, seq=30, attention="eager", padded=True)
+        for segment in spec.segments
+    ]
+    assert sum(work.flops for work in works) == pytest.approx(counter.get_total_flops(), rel=0.01)
