@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -65,6 +66,14 @@ class CommandGroup(Group):
         assert name is not None
         return name, build(name, registry.load(self._entries[name])), rest
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options before the subcommand; a mistake among them is reported like any other."""
+        try:
+            return list(super().parse_args(ctx, args))
+        except UsageError as error:
+            report(misuse(error, ctx.command_path))
+            raise typer.Exit(EXIT_USER_ERROR) from None
+
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; what a user can mend ends in a message instead of a traceback."""
         try:
@@ -80,18 +89,32 @@ class CommandGroup(Group):
                 raise
             report(refusal)
         except UsageError as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
-                raise
-            path = (
-                f"{ctx.command_path} {ctx.invoked_subcommand or ''}"
-                if error.ctx is None
-                else error.ctx.command_path
-            )
-            report(ZosimError(error.format_message(), hint=f"`{path.strip()} --help` lists the options"))
+            report(misuse(error, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".strip()))
         except KeyboardInterrupt:
             stderr.print("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+def misuse(error: Any, path: str) -> ZosimError:
+    """Return what is wrong with a command line, with where to look it up.
+
+    Parameters
+    ----------
+    error : UsageError
+    path : str
+        Command that was called, unless the error knows.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
+        raise error
+    path = path if error.ctx is None else error.ctx.command_path
+    listed = "commands" if hasattr(getattr(error.ctx, "command", None), "commands") else "options"
+    message, hint = error.format_message(), f"`{path} --help` lists the {listed}"
+    if known := getattr(error, "possibilities", None):
+        # Compared without the dashes, which all options have in common.
+        close = get_close_matches(error.option_name.lstrip("-"), [name.lstrip("-") for name in known], n=1)
+        message, hint = error.message, f"did you mean --{close[0]}? {hint}" if close else hint
+    return ZosimError(message[:1].lower() + message[1:].rstrip("."), hint=hint)
 
 
 @cache

@@ -199,6 +199,24 @@ def test_an_unknown_command_suggests_the_nearest(plugin: str, capsys: pytest.Cap
     assert "works" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["--nope"], "no such option: --nope", "`zosim --help` lists the commands"),
+        (["simulate", "--trase", "t"], "no such option: --trase", "did you mean --trace?"),
+        (["simulate", "--xyz"], "no such option: --xyz", "`zosim simulate --help` lists the options"),
+        (["simulate"], "missing argument", "`zosim simulate --help` lists the options"),
+    ],
+)
+def test_a_mistyped_command_line_is_an_error_of_one_shape(
+    words: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(words, capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert f"\n\nhint: {hint}" in err
+
+
 def test_version_names_what_numbers_depend_on(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["--version"], capsys)
     assert code == 0
