@@ -98,7 +98,7 @@ def forward_runner_for(
     if plan.perturbs_by_adapters:
         if objective is not None:
             raise ModelError(
-                "an objective needs the logits of all tokens, but weights=adapters computes only those with "
+                "an objective needs the logits of all tokens, but --weights adapters computes only those with "
                 "labels",
                 hint="leave --objective out, or use --weights serial or copies",
             )

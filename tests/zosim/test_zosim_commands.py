@@ -158,10 +158,10 @@ def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
         (["--max-host-memory", "0 B"], "--max-host-memory 0 B must be above 0", None),
         (
             ["--residency", "resident", "--staging-buffers", "2"],
-            "num_staging_buffers=2 applies to offloaded",
+            "--staging-buffers 2 applies to offloaded",
             "offloaded",
         ),
-        (["--method", "mezo", "--no-overlap"], "overlap=False applies to offloaded", None),
+        (["--method", "mezo", "--no-overlap"], "--no-overlap applies to offloaded", None),
         (
             ["--hardware", "cpu-laptop", "--threads", "99"],
             "99 is more than the 8 cores of cpu0",
@@ -170,7 +170,7 @@ def test_lower_prints_a_program(plan_file: Path, tmp_path: Path) -> None:
         (["-o", "nowhere/plan.json"], "nowhere/plan.json: No such file", "make that directory"),
         (["--model", "x" * 300], "xxx: File name too long", "shorter"),
         (["--max-device-memory", "100MiB"], "no plan for opt-125m", "smaller batch"),
-        (["--seq", "4096"], "exceeds the 2048 positions", "2048 or less"),
+        (["--seq", "4096"], "--seq 4096 exceeds the 2048 positions", "--seq 2048 or less"),
         (["--device", "gpu7"], "gpu7", None),
         (["--hardware", "a100-80gb-mlian"], "a100-80gb-mlian", "a100-80gb-milan"),
         (["--model", "opt-13"], "opt-13", None),
@@ -200,6 +200,19 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, content: str | None, says: st
     if content is not None:
         path.write_text(content)
     assert says in call("simulate", path, fails=True).stderr
+
+
+def test_a_file_that_contradicts_itself_is_told_in_fields_and_options_in_options(
+    plan_file: Path, tmp_path: Path
+) -> None:
+    data = json.loads(plan_file.read_text())
+    data["residency"]["transfers"] = "shared"
+    path = tmp_path / "contradiction.json"
+    path.write_text(json.dumps(data))
+    assert "residency.transfers=shared needs several ranks" in call("simulate", path, fails=True).stderr
+    error = call(*PLAN, "--transfers", "shared", "--method", "zo2", fails=True).stderr
+    assert "--transfers shared needs several ranks" in error
+    assert "use --transfers private" in error
 
 
 def test_a_plan_for_other_hardware_names_the_devices(plan_file: Path) -> None:
@@ -314,7 +327,7 @@ def test_compare_looks_at_the_slowest_rank_or_the_one_named(plan_of_four: Path, 
     [
         (["--mesh", "data=2,stge=2"], "'stge' is not a mesh axis"),
         (["--mesh", "data=4", "--ranks", "2"], "has 4 ranks, but --ranks is 2"),
-        (["--mesh", "data=4", "--batch", "3"], "is too small for data=4"),
+        (["--mesh", "data=4", "--batch", "3"], "is too small for --mesh data=4"),
         (["--mesh", "perturb=4"], "some rank would have none"),
         (["--mesh", "data=2", "--method", "zo2"], "does not allow data=2"),
         (["--ranks", "9", "--batch", "9"], "9 ranks need 9 GPUs"),

@@ -243,7 +243,7 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
         ),
         ({"schedule": Schedule(traversal="full", update="delayed")}, "update=delayed"),
         ({"residency": Residency(blocks="offloaded", embedding_and_head="offloaded")}, "shares one table"),
-        ({"residency": Residency(embedding_and_head="offloaded")}, "needs blocks=offloaded"),
+        ({"residency": Residency(embedding_and_head="offloaded")}, "needs residency.blocks=offloaded"),
         ({"weights": Weights(dtype="float16"), "residency": Residency(transfer_dtype="float32")}, "wider"),
         (
             {"estimator": Estimator(num_perturbations=4096)},
@@ -252,7 +252,7 @@ def test_frozen_weights_are_uploaded_and_not_offloaded() -> None:
         ({"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="tf32")}, "tf32"),
         (
             {"weights": Weights(dtype="float16"), "forward": ForwardPass(compute_dtype="bfloat16")},
-            "compute_dtype=bfloat16 and dtype=float16 are two different",
+            "compute_dtype=bfloat16 and weights.dtype=float16 are two different",
         ),
     ],
 )

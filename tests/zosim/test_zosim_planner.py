@@ -176,7 +176,7 @@ def test_what_is_fixed_is_never_traded_away() -> None:
 
 
 def test_a_fixed_field_that_no_plan_can_have_is_refused() -> None:
-    with pytest.raises(PlanError, match="traversal=full"):
+    with pytest.raises(PlanError, match="--traversal full"):
         choose(request(method="zo2", fixed={"schedule": {"traversal": "full"}}))
     with pytest.raises(PlanError, match=r"must be one of 'immediate' or 'delayed'"):
         choose(request(fixed={"schedule": {"update": "later"}}))

@@ -16,7 +16,7 @@ from topology.validation import readable
 from zosim.config import HOST, PlanConfig, filled, merge
 from zosim.hardware.profiles import Profiles
 from zosim.planning.split_options import SplitOptions
-from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights
+from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights, naming_options
 
 Blocks = Literal["resident", "offloaded", "nvme"]
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
@@ -191,7 +191,7 @@ class Request:
             If they contradict each other.
         """
         name = next(name for name, axis in AXES.items() if axis is kind)
-        with readable("what the plan is asked to fix", PlanError, model=kind):
+        with naming_options(), readable("the plan", PlanError, model=kind):
             axis: AnyAxis = getattr(self.config, name).complete()
         return axis
 

@@ -15,10 +15,7 @@ from zosim.config import PlanConfig, filled, merge
 from zosim.planning.planner import Decision, choose
 from zosim.planning.request import Hardware, Request
 from zosim.planning.split_options import SplitModel, SplitOptions
-from zosim.plans import INSIDE, ForwardPass, Plan, Residency, Schedule, Split
-
-WHAT = "options of the plan"
-"""What is at fault where fields of a plan contradict each other."""
+from zosim.plans import INSIDE, ForwardPass, Plan, Residency, Schedule, Split, naming_options
 
 
 def resolve(
@@ -57,7 +54,7 @@ def resolve(
         return decision.plan
     fields = {"batch": config.batch} | filled(config).set_fields()
     fields.pop("search", None)
-    with readable(WHAT, PlanError, model=Plan):
+    with naming_options(), readable("the plan", PlanError, model=Plan):
         return Plan.model_validate(fields)
 
 

@@ -36,7 +36,18 @@ from topology.validation import readable
 from zosim.hardware.machines import machines_for
 from zosim.planning.request import Blocks, Request, profiles_of
 from zosim.planning.split_search import Costs, PlacedPipeline, splits
-from zosim.plans import Estimator, Mesh, Placement, Plan, Residency, Split, TransferDType, Weights
+from zosim.plans import (
+    Estimator,
+    Mesh,
+    Placement,
+    Plan,
+    Residency,
+    Split,
+    TransferDType,
+    Weights,
+    in_options,
+    naming_options,
+)
 
 Transfers = Literal["private", "shared", "sliced"]
 AxisValues = Mapping[str, Mapping[str, object]]
@@ -265,8 +276,8 @@ def _check_devices(request: Request) -> None:
     moving = [name for name in ("num_staging_buffers", "overlap") if name in residency.model_fields_set]
     if moving and {"offloaded", "nvme"}.isdisjoint((blocks,) if blocks is not None else request.blocks):
         raise PlanError(
-            f"{moving[0]}={getattr(residency, moving[0])} applies to offloaded blocks, but blocks are "
-            "resident",
+            in_options(f"residency.{moving[0]}={getattr(residency, moving[0])} applies to offloaded blocks, ")
+            + "but blocks are resident",
             hint="leave it out, or use --residency offloaded",
         )
     topology = request.hardware.topology
@@ -340,7 +351,7 @@ def _plan(
     # A transfer format is about blocks that move.
     if axes.get("residency", {}).get("blocks", "resident") == "resident":
         axes.get("residency", {}).pop("transfer_dtype", None)
-    with readable("what the plan is asked to fix", PlanError):
+    with naming_options(), readable("the plan", PlanError):
         return Plan.model_validate(
             {
                 **axes,

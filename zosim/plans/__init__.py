@@ -7,7 +7,9 @@ to a step is decided once, in :mod:`zosim.lowering`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, ClassVar, Literal
 
@@ -59,8 +61,10 @@ __all__ = [
     "Weights",
     "check_split_points",
     "fields_of",
+    "in_options",
     "is_decisive",
     "last_before",
+    "naming_options",
     "split_point_behind",
     "upgrade",
 ]
@@ -110,9 +114,9 @@ class Plan(Axis, Document):
     def _axes_agree(self) -> Plan:
         if self.seq > self.model.max_positions:
             complaint = (
-                f"--seq {self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}"
+                f"seq={self.seq} exceeds the {self.model.max_positions} positions of {self.model.name}"
             )
-            raise PlanError(complaint, hint=f"use --seq {self.model.max_positions} or less")
+            raise PlanError(complaint, hint=f"use seq={self.model.max_positions} or less")
         for complaint, hint in chain.from_iterable(axis.conflicts(self) for axis in self.axes.values()):
             raise PlanError(complaint, hint=hint)
         return self
@@ -318,6 +322,42 @@ AXES: Mapping[str, type[Axis]] = {
     if isinstance(kind := field.annotation, type) and issubclass(kind, Axis)
 }
 """Axes by the names of the fields that hold them."""
+
+_FIELD = re.compile(rf"\b({'|'.join(AXES)})\.(\w+)(?:=([\w.+-]*\w))?")
+
+
+def in_options(text: str) -> str:
+    """Return a text with fields of a plan spelled as the options that set them, for who typed options.
+
+    Examples
+    --------
+    >>> in_options("residency.transfers=sliced needs several ranks, such as mesh.data=2")
+    '--transfers sliced needs several ranks, such as --mesh data=2'
+    >>> in_options("leave perturbations.kept out, or residency.overlap=False")
+    'leave --keep-perturbations out, or --no-overlap'
+    """
+    return re.sub(r"\b(batch|seq)=", r"--\1 ", _FIELD.sub(_option, text))
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Spell the fields of a plan that a PlanError names as options (:func:`in_options`)."""
+    try:
+        yield
+    except PlanError as error:
+        hint = None if error.hint is None else in_options(error.hint)
+        raise type(error)(in_options(error.message), hint=hint) from error
+
+
+def _option(field: re.Match[str]) -> str:
+    kind, name, value = AXES[field[1]], field[2], field[3]
+    if kind.setting is not None:
+        return f"{kind.setting.flag} {name}={value}"
+    known = fields_of(kind).get(name)
+    if known is None or not known.setting.flag:
+        return field[0]  # no option sets it
+    flag = known.setting.flag
+    return {None: flag, "True": flag, "False": f"--no-{flag[2:]}"}.get(value, f"{flag} {value}")
 
 
 def _share(count: int, num_parts: int, part: int) -> range:

@@ -114,17 +114,17 @@ class ForwardPass(Axis):
         """Yield what the products cannot read."""
         if plan.compute_dtype == "tf32" and plan.weights.dtype != "float32":
             yield (
-                f"compute_dtype=tf32 needs float32 weights, but dtype={plan.weights.dtype}",
-                "use dtype=float32",
+                f"forward.compute_dtype=tf32 needs float32 weights, but weights.dtype={plan.weights.dtype}",
+                "use weights.dtype=float32",
             )
         if {plan.compute_dtype, plan.weights.dtype} == {"float16", "bfloat16"}:
             # Layer norms of a CPU do not mix them, nor does autocast where it joins tensors, on any device.
             yield (
                 (
-                    f"compute_dtype={plan.compute_dtype} and dtype={plan.weights.dtype} are two different 16-bit "
+                    f"forward.compute_dtype={plan.compute_dtype} and weights.dtype={plan.weights.dtype} are two different 16-bit "
                     "formats"
                 ),
-                "use one of them for both, or --dtype float32",
+                "use one of them for both, or weights.dtype=float32",
             )
         if self.num_new_tokens is not None:
             yield from self._conflicts_of_text(plan)
@@ -145,21 +145,28 @@ class ForwardPass(Axis):
             (
                 bool(plan.split.split_points),
                 "split points or stages, the first of which would wait for the last before every token",
-                "share the step out otherwise: --mesh data=N or perturb=N",
+                "share the step out otherwise: mesh.data=N or mesh.perturb=N",
             ),
             (
                 plan.is_offloaded,
-                f"offloaded blocks, which would cross the bus {num_messages} times a step, for every token at each point",
-                "use --residency resident, with quantized values (--weight-format int4 --keep-perturbations) where numbers do not fit",
+                f"offloaded blocks, which would cross the bus {num_messages} times a step",
+                "use residency.blocks=resident; if the weights do not fit, add low_bits.weights=int4 and perturbations.kept=True",
             ),
             (
                 plan.schedule.traversal != "full",
-                f"traversal={plan.schedule.traversal}, which has no point at which all blocks are",
-                "use --traversal full",
+                f"schedule.traversal={plan.schedule.traversal}, which never has all blocks at one evaluation point",
+                "use schedule.traversal=full",
             ),
-            (plan.perturbs_by_adapters, "weights=adapters", "use --weights serial or copies"),
+            (
+                plan.perturbs_by_adapters,
+                "weights.perturbation=adapters",
+                "use weights.perturbation=serial or copies",
+            ),
             (not plan.model.is_causal, f"{plan.model.name}, which fills in masks", "use a causal model"),
-            (self.loss_chunk_tokens is not None, "a loss in chunks", "leave --loss-chunk-tokens out"),
+            (self.loss_chunk_tokens is not None, "a loss in chunks", "leave forward.loss_chunk_tokens out"),
         ):
             if is_requested:
-                yield f"--max-new-tokens {self.num_new_tokens}: text cannot be generated with {what}", remedy
+                yield (
+                    f"forward.num_new_tokens={self.num_new_tokens}: text cannot be generated with {what}",
+                    remedy,
+                )

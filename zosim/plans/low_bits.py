@@ -255,8 +255,8 @@ class LowBits(Axis):
             declared = self.model_dump(exclude_defaults=True)
             if declared:
                 yield (
-                    f"{', '.join(declared)} need quantized weights",
-                    f"add --weight-format, such as --weight-format {QuantFormat.__args__[0]}",  # type: ignore[attr-defined]
+                    f"{', '.join(f'low_bits.{name}' for name in declared)} need quantized weights",
+                    f"add low_bits.weights={QuantFormat.__args__[0]}, for example",  # type: ignore[attr-defined]
                 )
             return
         yield from self._conflicts_of_model(plan)
@@ -266,44 +266,44 @@ class LowBits(Axis):
             yield from self._conflicts_of_float8(plan)
         if self.sparsity and not any(map(plan.storage.tuned, plan.model.param_groups)):
             yield (
-                f"--sparsity {self.sparsity:g} applies to quantized weights that are tuned, but none is",
-                "leave --sparsity out, or tune the linear layers",
+                f"low_bits.sparsity={self.sparsity:g} applies to quantized weights that are tuned, but none is",
+                "leave low_bits.sparsity out, or tune the linear layers",
             )
         if self.update_rounding == "step" and plan.estimator.num_perturbations == 1:
             yield (
-                "--update-rounding step sums the updates of several perturbations, but a step has one",
-                "raise --num-perturbations, or leave --update-rounding out",
+                "low_bits.update_rounding=step sums the updates of several perturbations, but a step has one",
+                "raise estimator.num_perturbations, or leave low_bits.update_rounding out",
             )
         if plan.schedule.traversal == "full" and not plan.perturbations.kept:
             yield (
                 (
-                    "traversal=full discards a perturbation before the forward that adds it to quantized "
+                    "schedule.traversal=full discards a perturbation before the forward that adds it to quantized "
                     "weights"
                 ),
-                "use traversal=blockwise, or --keep-perturbations, which takes a byte per tuned parameter",
+                "use schedule.traversal=blockwise, or perturbations.kept=True, which takes a byte per tuned parameter",
             )
         if plan.perturbations.kept and self.estimator == "q-rge2":
             yield (
                 (
-                    "q-rge2 rounds each perturbation a second time for its update, but kept ones are rounded "
+                    "low_bits.estimator=q-rge2 rounds each perturbation a second time for its update, but kept ones are rounded "
                     "once"
                 ),
-                "leave --keep-perturbations out",
+                "leave perturbations.kept out",
             )
         if plan.weights.perturbation != "serial" and not (
             plan.perturbs_by_adapters and plan.model.tunes_left_factors
         ):
             yield (
                 (
-                    f"weights={plan.weights.perturbation} does not apply to quantized weights, which are read in "
+                    f"weights.perturbation={plan.weights.perturbation} does not apply to quantized weights, which are read in "
                     "place"
                 ),
-                "use weights=serial",
+                "use weights.perturbation=serial",
             )
         if plan.residency.transfer_dtype is not None:
             yield (
                 (
-                    f"transfer_dtype={plan.residency.transfer_dtype} does not apply to quantized weights, which "
+                    f"residency.transfer_dtype={plan.residency.transfer_dtype} does not apply to quantized weights, which "
                     "are transferred as they are"
                 ),
                 "leave it out",
@@ -317,7 +317,7 @@ class LowBits(Axis):
             requested = getattr(self, name)
             if name != "activations" and requested != kept:
                 yield (
-                    f"{plan.model.name} is quantized with {name}={kept}, but the plan has {name}={requested}",
+                    f"{plan.model.name} is quantized with low_bits.{name}={kept}, but the plan has low_bits.{name}={requested}",
                     "leave the quantization options out, or use the model in 16 bits",
                 )
                 return
@@ -341,41 +341,41 @@ class LowBits(Axis):
             return
         if not plan.model.adapter_rank:
             yield (
-                f"--adapter-format {self.adapters} needs adapters",
-                "add --lora-rank, or leave --adapter-format out",
+                f"low_bits.adapters={self.adapters} needs adapters",
+                "add --lora-rank, or leave low_bits.adapters out",
             )
         if plan.model.tunes_left_factors:
             yield (
                 (
-                    f"--adapter-format {self.adapters} does not apply where A is sampled anew: B begins again as "
+                    f"low_bits.adapters={self.adapters} does not apply where A is sampled anew: B begins again as "
                     "zeros, unquantized"
                 ),
-                "leave --lora-lazy-steps or --adapter-format out",
+                "leave --lora-lazy-steps or low_bits.adapters out",
             )
 
     def _conflicts_of_kernel(self) -> Iterator[Conflict]:
         is_float = FORMATS[self.weights].is_float
         if is_float and self.zero_point:
             yield (
-                f"--zero-point does not apply to {self.weights}, whose values have a sign",
-                "use an integer --weight-format, or leave --zero-point out",
+                f"low_bits.zero_point does not apply to {self.weights}, whose values have a sign",
+                "use an integer format for low_bits.weights, or leave low_bits.zero_point out",
             )
         if self.product != "int_mm":
             return
         if is_float:
             yield (
-                f"kernel=int_mm multiplies integers, but weights are {self.weights}",
-                "use --kernel dequantise",
+                f"low_bits.kernel=int_mm multiplies integers, but low_bits.weights={self.weights}",
+                "use low_bits.kernel=dequantise",
             )
         if self.input_format != "int8":
             yield (
-                f"kernel=int_mm needs int8 activations, but activations={self.activations}",
-                "use --activation-format int8-token",
+                f"low_bits.kernel=int_mm needs int8 activations, but low_bits.activations={self.activations}",
+                "use low_bits.activations=int8-token",
             )
         if self.scales not in _OF_WHOLE_ROWS or self.zero_point:
             yield (
-                "kernel=int_mm needs one scale per row and no zero point",
-                "use --weight-scales channel without --zero-point, or --kernel dequantise",
+                "low_bits.kernel=int_mm needs one scale per row and no zero point",
+                "use low_bits.scales=channel without low_bits.zero_point, or low_bits.kernel=dequantise",
             )
 
     def _conflicts_of_float8(self, plan: Plan) -> Iterator[Conflict]:
@@ -386,15 +386,15 @@ class LowBits(Axis):
         ):
             yield (
                 (
-                    "kernel=scaled_mm needs float8_e4m3 weights with a scale per row and float8 activations, "
-                    f"but has {self.weights} and activations={self.activations}"
+                    "low_bits.kernel=scaled_mm needs float8_e4m3 weights with a scale per row and float8 activations, "
+                    f"but has low_bits.weights={self.weights} and low_bits.activations={self.activations}"
                 ),
-                "use --weight-format float8_e4m3 --activation-format float8-token, or --kernel dequantise",
+                "use low_bits.weights=float8_e4m3 and low_bits.activations=float8-token, or low_bits.kernel=dequantise",
             )
         if self.perturbation_bits > _FLOAT8_PERTURBATION_BITS:
             yield (
-                f"kernel=scaled_mm adds perturbations in float8_e4m3, which cannot hold perturbation_bits={self.perturbation_bits}",
-                f"use --perturbation-bits {_FLOAT8_PERTURBATION_BITS} or fewer",
+                f"low_bits.kernel=scaled_mm adds perturbations in float8_e4m3, which cannot hold low_bits.perturbation_bits={self.perturbation_bits}",
+                f"use low_bits.perturbation_bits={_FLOAT8_PERTURBATION_BITS} or fewer",
             )
         storage = plan.storage
         matrices = (
@@ -406,10 +406,10 @@ class LowBits(Axis):
         if odd is not None:
             yield (
                 (
-                    f"kernel=scaled_mm needs a number of inputs that is a multiple of {_FLOAT8_MULTIPLE}, but a "
+                    f"low_bits.kernel=scaled_mm needs a number of inputs that is a multiple of {_FLOAT8_MULTIPLE}, but a "
                     f"layer has {odd}"
                 ),
-                "use --kernel dequantise",
+                "use low_bits.kernel=dequantise",
             )
 
     def quant_config(self, storage: DType, *, is_full_range: bool = False) -> QuantConfig | None:

@@ -163,31 +163,31 @@ class Mesh(Axis):
         """Yield what the mesh has no devices, sequences, points or split points for."""
         if self.world_size != plan.placement.world_size:
             yield (
-                f"data={self.data} x perturb={self.perturb} x stage={self.stage} needs {self.world_size} ranks, not "
+                f"a mesh of data={self.data}, perturb={self.perturb}, stage={self.stage} needs {self.world_size} ranks, not "
                 + str(plan.placement.world_size),
                 "name one device per rank, or change the mesh",
             )
         if self.data > plan.batch:
             yield (
                 (
-                    f"a batch of {plan.batch} is too small for data={self.data}: some rank would have no "
+                    f"a batch of {plan.batch} is too small for mesh.data={self.data}: some rank would have no "
                     "sequence"
                 ),
-                f"use data={plan.batch} or less, or a larger batch",
+                f"use mesh.data={plan.batch} or less, or a larger batch",
             )
         if self.perturb > len(plan.eval_points):
             yield (
                 (
-                    f"perturb={self.perturb} is more than the {len(plan.eval_points)} evaluation points of a step: "
+                    f"mesh.perturb={self.perturb} is more than the {len(plan.eval_points)} evaluation points of a step: "
                     "some rank would have none"
                 ),
-                f"use perturb={len(plan.eval_points)} or less, or more perturbations",
+                f"use mesh.perturb={len(plan.eval_points)} or less, or more perturbations",
             )
         if self.stage > 1 and len(plan.split.split_points) != self.stage - 1:
             yield (
                 (
-                    f"stage={self.stage} needs {self.stage - 1} split points, but {len(plan.split.split_points)} are "
+                    f"mesh.stage={self.stage} needs {self.stage - 1} split points, but {len(plan.split.split_points)} are "
                     "given"
                 ),
-                "set them with --split-points",
+                "set them with split.split_points",
             )

@@ -130,19 +130,20 @@ class Perturbations(Axis):
         if distribution.is_factored and plan.low_bits.quantizes_weights:
             yield (
                 f"{self.distribution} perturbations are products of factors, which are not rounded to a grid",
-                "use --distribution gaussian, or weights without a --weight-format",
+                "use perturbations.distribution=gaussian, or leave low_bits.weights out",
             )
         if not distribution.is_factored:
-            for name, flag in (("rank", "--perturbation-rank"), ("lazy_steps", "--lazy-steps")):
+            for name in ("rank", "lazy_steps"):
                 if (value := getattr(self, name)) is not None:
-                    complaint = (
-                        f"{name}={value} is of factors, which {self.distribution} perturbations do not have"
-                    )
-                    yield complaint, f"leave {flag} out, or add --distribution lozo"
+                    complaint = f"perturbations.{name}={value} applies to low-rank factors, which {self.distribution} perturbations do not have"
+                    yield complaint, f"leave perturbations.{name} out, or use perturbations.distribution=lozo"
         elif distribution.is_resampled and (self.rng, self.kept) != ("mezo", False):
-            declared = "counter draws" if self.rng != "mezo" else "kept perturbations"
-            complaint = f"{self.distribution} draws again for updates, from one sequential generator, unlike {declared}"
-            yield complaint, "use --distribution lozo, or --rng mezo and --no-keep-perturbations"
+            declared = f"perturbations.rng={self.rng}" if self.rng != "mezo" else "perturbations.kept=True"
+            complaint = f"{self.distribution} samples again for updates, from one sequential generator, which excludes {declared}"
+            yield (
+                complaint,
+                "use perturbations.distribution=lozo, or perturbations.rng=mezo and perturbations.kept=False",
+            )
 
     @property
     def family(self) -> Distribution:

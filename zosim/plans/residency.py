@@ -140,19 +140,22 @@ class Residency(Axis):
         """Yield what does not move, or not so."""
         yield from self._conflicts_of_disks(plan)
         if self.embedding_and_head == "offloaded" and self.blocks == "resident":
-            yield "embedding_and_head=offloaded needs blocks=offloaded", "offload the blocks as well"
+            yield (
+                "residency.embedding_and_head=offloaded needs residency.blocks=offloaded",
+                "offload the blocks as well",
+            )
         if self.embedding_and_head == "offloaded" and plan.model.tied_head:
             yield (
                 (
-                    f"{plan.model.name} shares one table between embeddings and LM head, so embedding_and_head=offloaded "
+                    f"{plan.model.name} shares one table between embeddings and LM head, so residency.embedding_and_head=offloaded "
                     "frees no memory"
                 ),
-                "use embedding_and_head=resident",
+                "use residency.embedding_and_head=resident",
             )
         if FORMATS[plan.transfer_dtype].element_bytes > FORMATS[plan.weights.dtype].element_bytes:
             yield (
-                f"transfer_dtype={plan.transfer_dtype} is wider than dtype={plan.weights.dtype}",
-                f"use transfer_dtype={plan.weights.dtype}",
+                f"residency.transfer_dtype={plan.transfer_dtype} is wider than weights.dtype={plan.weights.dtype}",
+                f"use residency.transfer_dtype={plan.weights.dtype}",
             )
         if self.transfers != "private":
             yield from self._conflicts_of_shares(plan)
@@ -196,18 +199,18 @@ class Residency(Axis):
         transfers = self.transfers
         if self.blocks == "resident":
             yield (
-                f"transfers={transfers} applies to offloaded blocks, but blocks=resident",
-                "use blocks=offloaded",
+                f"residency.transfers={transfers} applies to offloaded blocks, but residency.blocks=resident",
+                "use residency.blocks=offloaded",
             )
         if plan.placement.world_size == 1:
-            yield f"transfers={transfers} needs several ranks", "use transfers=private"
+            yield f"residency.transfers={transfers} needs several ranks", "use residency.transfers=private"
         if plan.mesh.stage > 1:
             yield (
-                f"transfers={transfers} does not apply to stages, which hold different blocks",
-                "use transfers=private",
+                f"residency.transfers={transfers} does not apply to stages, which hold different blocks",
+                "use residency.transfers=private",
             )
         if len({len(ranks) for ranks in plan.process_groups["host"]}) > 1:
             yield (
-                f"transfers={transfers} needs the same number of ranks on every host",
-                "use the same number of ranks on every host, or transfers=private",
+                f"residency.transfers={transfers} needs the same number of ranks on every host",
+                "use the same number of ranks on every host, or residency.transfers=private",
             )

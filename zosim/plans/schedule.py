@@ -58,11 +58,11 @@ class Schedule(Axis):
         """Yield what the traversal cannot do."""
         if plan.is_offloaded and self.traversal == "full":
             yield (
-                f"traversal=full needs all blocks on the device, but blocks={plan.residency.blocks}",
-                "use traversal=blockwise",
+                f"schedule.traversal=full needs all blocks on the device, but residency.blocks={plan.residency.blocks}",
+                "use schedule.traversal=blockwise",
             )
         if self.traversal == "full" and self.update == "delayed":
             yield (
-                "update=delayed needs traversal=blockwise",
-                "use traversal=blockwise, or update=immediate",
+                "schedule.update=delayed needs schedule.traversal=blockwise",
+                "use schedule.traversal=blockwise, or schedule.update=immediate",
             )

@@ -165,7 +165,7 @@ class Split(Axis):
             )
         if any(isinstance(density, float) and not 0 <= density <= 1 for density in self.densities):
             yield (
-                f"densities={self.densities} must be from 0 to 1",
+                f"split.densities={self.densities} must be from 0 to 1",
                 "a density is the fraction of values that are not zero",
             )
         for name in (self.codec, self.residual_codec):

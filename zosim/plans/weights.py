@@ -76,8 +76,8 @@ class Weights(Axis):
             return
         if plan.model.tunes_left_factors:
             if plan.perturbations.rank is not None:
-                complaint = f"adapters that are tuned go along perturbations of B, which is small, not {plan.perturbations.distribution}"
-                yield complaint, "use --distribution gaussian or rademacher"
+                complaint = f"adapters sample full perturbations of B, but perturbations.distribution={plan.perturbations.distribution} samples factors"
+                yield complaint, "use perturbations.distribution=gaussian or rademacher"
         else:
             yield from self._not_beside_linears(plan)
         yield from self._not_together(plan)
@@ -86,20 +86,20 @@ class Weights(Axis):
         """Yield what of a plan that tunes the base itself cannot stand beside its linears."""
         distribution = DISTRIBUTIONS[plan.perturbations.distribution]
         if not distribution.is_factored or distribution.is_resampled:
-            complaint = f"weights=adapters needs perturbations that are factors, not {plan.perturbations.distribution}"
-            yield complaint, "add --distribution lozo or factorised"
+            complaint = f"weights.perturbation=adapters needs low-rank perturbations, but perturbations.distribution={plan.perturbations.distribution}"
+            yield complaint, "use perturbations.distribution=lozo or factorised"
         num_linear = sum(outputs * inputs for g in plan.model.param_groups for outputs, inputs in g.linears)
         if num_linear != plan.model.num_trainable:
             complaint = (
-                "weights=adapters tunes only the linear layers of blocks, but "
+                "weights.perturbation=adapters tunes only the linear layers of blocks, but "
                 f"{plan.model.num_trainable - num_linear} of the {plan.model.num_trainable} trainable "
                 f"parameters of {plan.model.name} are others"
             )
             yield complaint, "add --tune linears, or --lora-lazy-steps with adapters"
         if plan.low_bits.quantizes_weights:
             yield (
-                "weights=adapters does not support quantized weights that are tuned",
-                "leave --weight-format out",
+                "weights.perturbation=adapters does not support quantized weights that are tuned",
+                "leave low_bits.weights out",
             )
 
     def _not_together(self, plan: Plan) -> Iterator[Conflict]:
@@ -107,25 +107,29 @@ class Weights(Axis):
         for is_requested, what, remedy in (
             (
                 plan.schedule.traversal != "blockwise",
-                f"traversal={plan.schedule.traversal}",
-                "use traversal=blockwise",
+                f"schedule.traversal={plan.schedule.traversal}",
+                "use schedule.traversal=blockwise",
             ),
             (
                 bool(plan.split.split_points),
-                "split points, which hand on one point's hidden states",
+                "split points, which pass on the hidden states of one evaluation point",
                 "leave stages and split points out",
             ),
             (
                 plan.perturbations.kept,
-                "kept perturbations, whose factors are kept anyway",
-                "drop --keep-perturbations",
+                "perturbations.kept=True, since factors are kept anyway",
+                "leave perturbations.kept out",
             ),
-            (plan.perturbations.sampled_ahead, "perturbations drawn ahead", "drop --sample-ahead"),
+            (
+                plan.perturbations.sampled_ahead,
+                "perturbations.sampled_ahead=True",
+                "leave perturbations.sampled_ahead out",
+            ),
             (
                 plan.forward.loss_chunk_tokens is not None,
                 "a loss in chunks: logits are made of labelled tokens alone",
-                "leave --loss-chunk-tokens out",
+                "leave forward.loss_chunk_tokens out",
             ),
         ):
             if is_requested:
-                yield f"weights=adapters does not support {what}", remedy
+                yield f"weights.perturbation=adapters does not support {what}", remedy

@@ -140,14 +140,14 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
 @pytest.mark.parametrize(
     ("axes", "complaint"),
     [
-        ({"schedule": {"traversal": "blockwise"}}, "--traversal full|traversal=blockwise"),
+        ({"schedule": {"traversal": "blockwise"}}, "schedule.traversal=blockwise"),
         ({"schedule": {"traversal": "full"}, "weights": {"perturbation": "adapters"}}, "adapters"),
         (
             {"schedule": {"traversal": "full"}, "forward": {"num_new_tokens": 2, "loss_chunk_tokens": 4}},
             "chunks",
         ),
         ({"residency": {"blocks": "offloaded"}}, "would cross the bus 4 times a step"),
-        ({**FULL_PASS, "low_bits": {"weights": "int8"}}, "--keep-perturbations|discards a perturbation"),
+        ({**FULL_PASS, "low_bits": {"weights": "int8"}}, "discards a perturbation"),
     ],
     ids=["blockwise", "adapters", "chunks", "offloaded", "forgotten"],
 )

@@ -839,7 +839,7 @@ def test_adapters_that_cannot_be_qvalues_are_refused(declared, lora, reason):
             {"residency": {"blocks": "offloaded", "transfer_dtype": "float16"}},
             "as they are",
         ),
-        ({"weights": "float4_e2m1", "zero_point": True}, {}, "--zero-point"),
+        ({"weights": "float4_e2m1", "zero_point": True}, {}, "low_bits.zero_point"),
     ],
 )
 def test_what_qvalues_do_not_do_is_refused_in_words(low_bits, axes, complaint):

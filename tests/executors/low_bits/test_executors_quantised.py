@@ -143,7 +143,7 @@ def test_a_plan_for_other_qvalues_is_refused_and_nothing_is_written(tmp_path, ca
     folder, plan = tmp_path / "model", tmp_path / "plan.json"
     compressed("opt-untied", folder, "pack-quantized", **INT4)
     assert run_on(folder, tmp_path, tmp_path / "out", "--weight-format", "int8") == 2
-    assert "is quantized with weights=int4, but the plan has weights=int8" in " ".join(
+    assert "is quantized with --weight-format int4, but the plan has --weight-format int8" in " ".join(
         capsys.readouterr().err.split()
     )
     assert run_on(folder, tmp_path, tmp_path / "out", "--weight-format", "none") == 2

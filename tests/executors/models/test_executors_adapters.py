@@ -201,7 +201,7 @@ def test_what_cannot_be_adapters_is_refused():
     with pytest.raises(PlanError, match="only the linear layers of blocks"):
         plan_of(model, perturbations=LOZO, **adapters)
     attach(model, "linears")
-    with pytest.raises(PlanError, match="not gaussian"):
+    with pytest.raises(PlanError, match="distribution=gaussian"):
         plan_of(model, **adapters)
     with pytest.raises(PlanError, match="traversal=full"):
         plan_of(model, perturbations=LOZO, schedule={"traversal": "full"}, **adapters)

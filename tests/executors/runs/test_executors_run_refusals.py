@@ -40,7 +40,7 @@ def test_a_narrower_transfer_format_needs_leave(inputs, tmp_path, capsys):
         (["--eval-every", 2], "--eval-data"),
         (["--warmup", 5], "warmup_steps=5"),
         (["--method", "mezo", "--residency", "offloaded"], "leave --residency or --method out"),
-        (["--residency", "offloaded", "--traversal", "full"], "traversal=full needs all blocks"),
+        (["--residency", "offloaded", "--traversal", "full"], "--traversal full needs all blocks"),
         (["--objective", "nonsense"], "module:function"),
         (["--objective", "accuracy", "--loss-dtype", "fp64"], "--loss-dtype"),
         (["--accumulate", 2], "--accumulate so that it divides"),
