@@ -44,7 +44,7 @@ HOST = "host"
 """Name of this machine, among those of presets and files."""
 
 USUAL_SEQ = 2048
-"""Tokens per sequence where neither an option nor data say how many."""
+"""Tokens per sequence where neither an option nor data say how many, if the model has as many positions."""
 
 
 def _memory_limit(option: str, text: str) -> int:
@@ -162,7 +162,7 @@ class PlanConfig(Section):
         Setting(
             "--seq",
             "Maximum sequence length in tokens.",
-            usual=f"the longest line of the data, or {USUAL_SEQ} without data",
+            usual=f"the longest line of the data; without data {USUAL_SEQ}, or as many as the model has positions",
         ),
     ] = None
     search: Search = Search()
@@ -198,7 +198,7 @@ class PlanConfig(Section):
 def filled(config: PlanConfig) -> PlanConfig:
     """Return a config completed from data and model: a sequence's tokens, how a quantized model keeps its weights."""
     if config.seq is None:
-        config = config.model_copy(update={"seq": USUAL_SEQ})
+        config = config.model_copy(update={"seq": min(USUAL_SEQ, config.spec.max_positions)})
     stored = config.spec.stored
     if stored is None:
         return config

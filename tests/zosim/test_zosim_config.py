@@ -8,7 +8,7 @@ from pathlib import Path
 
 from costmodel import read_model_spec
 from topology.hardware import resolve as topology_named
-from zosim.config import PlanConfig, merge
+from zosim.config import PlanConfig, filled, merge
 from zosim.options import config_of, with_settings
 from zosim.planning.request import Hardware
 from zosim.planning.resolve import even_split_points, laid_over, resolve, spread
@@ -36,6 +36,12 @@ def test_only_what_is_set_is_laid_over() -> None:
     }
     assert (merged.given("seq"), merged.residency.blocks) == (None, "resident")
     assert merge(merged, PlanConfig()) == merged == merge(PlanConfig(), merged)
+
+
+def test_a_length_that_nobody_set_fits_the_model() -> None:
+    short = MODEL.model_copy(update={"max_positions": 256})
+    assert filled(PlanConfig(model=MODEL)).seq == 2048
+    assert filled(PlanConfig(model=short)).seq == 256
 
 
 def test_a_mesh_replaces_another_as_a_whole() -> None:
