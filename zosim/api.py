@@ -259,6 +259,7 @@ def compared(planned: PlannedRun, measured: Timeline, rank: int) -> Comparison:
         rank,
         planned.at_slowdown_of(measured),
         planned.plan.tokens_per_step,
+        is_calibrated=planned.profile.origin == "calibrated",
     )
 
 

@@ -23,6 +23,7 @@ from zosim.report import Report, Table
 from zosim.timeline import Span, Timeline
 
 _MS = 1e3
+_NOT_CALIBRATED = "predicted from data-sheet figures; after `zosim calibrate` on this machine, `zosim compare` uses measured rates"
 _MIB = 2**20
 
 
@@ -104,6 +105,8 @@ class Comparison:
         Tokens per step: those that the plan allows, and those that batches had, without padding.
     at_slowdown : AtSlowdown, optional
         Where the run measured the machine's pace, and the profile knows its own.
+    is_calibrated : bool
+        Whether the prediction rests on measured rates, and not on data sheets.
     """
 
     program: str
@@ -119,6 +122,7 @@ class Comparison:
     planned_tokens: float | None = None
     measured_tokens: float | None = None
     at_slowdown: AtSlowdown | None = None
+    is_calibrated: bool = True
 
     @property
     def step_error(self) -> float | None:
@@ -154,9 +158,8 @@ class Comparison:
             "error": lambda line: _percent(line.error),
             "of the step's error": lambda line: f"{line.contribution_s * _MS:+.3f}",
         }
-        return Report(
-            "", self.summary_table(), Table.of(self.labels, columns, title="per label, ms per step")
-        )
+        lines = Table.of(self.labels, columns, title="per label, ms per step")
+        return Report("", self.summary_table(), lines, "" if self.is_calibrated else _NOT_CALIBRATED)
 
     def summary_table(self) -> Table:
         """Return step time, bottleneck and peak memory as a table."""
@@ -191,6 +194,8 @@ def compare(
     rank: int = 0,
     at_slowdown: AtSlowdown | None = None,
     planned_tokens: float | None = None,
+    *,
+    is_calibrated: bool = True,
 ) -> Comparison:
     """Return the two timelines of one rank, joined under the program's names.
 
@@ -203,6 +208,8 @@ def compare(
     at_slowdown : AtSlowdown, optional
     planned_tokens : float, optional
         Tokens of a step's batch as it is planned.
+    is_calibrated : bool
+        Whether the prediction rests on measured rates.
 
     Raises
     ------
@@ -236,6 +243,7 @@ def compare(
         planned_tokens=planned_tokens,
         measured_tokens=measured.tokens_per_step,
         at_slowdown=at_slowdown,
+        is_calibrated=is_calibrated,
     )
 
 
