@@ -138,7 +138,7 @@ class PromptTemplate:
         if self.label_words and LABEL_FIELD not in fields:
             raise DataError(
                 f"label words are given, but template {self.text!r} has no {{label}}",
-                hint='add {label} where the word belongs: "{text} It was {label}."',
+                hint='write {label} where the word belongs, and call the field of each line that holds it "label"',
             )
 
     @cached_property

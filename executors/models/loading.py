@@ -415,15 +415,19 @@ def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[No
         # A panic in tokenizers' Rust code is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        hint = "these are the words of a library; what they name is in the configuration or in the files"
+        reason, hint = (
+            one_line(error),
+            "check the file or field that the message names; a library wrote the message",
+        )
         if isinstance(error, SafetensorError):
             hint = "the file is damaged or incomplete; copy it again"
         if not allow_download and not Path(source).exists():
+            # Of a path that was mistyped the library reports a failed download.
+            reason = "there is no such directory, and the cache of downloaded models has no such name"
             hint = (
-                "give a directory written by save_pretrained, or allow the download of a model that the Hub knows "
-                "(--allow-download)"
+                "name a directory written by save_pretrained, or add --allow-download for a model of the Hub"
             )
-        raise ModelError(f"cannot load the model {source}: {one_line(error)}", hint=hint) from error
+        raise ModelError(f"cannot load the model {source}: {reason}", hint=hint) from error
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, Self, TypeVar, cast
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -116,6 +116,16 @@ class Completion(BaseModel):
     logprobs: int | None = Field(default=None, ge=0, le=0)
     temperature: float = Field(default=0.0, ge=0.0, le=0.0)
     priority: int = 0
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_of_tokens(cls, prompt: object) -> object:
+        if not isinstance(prompt, list) or not all(isinstance(tokens, list) for tokens in prompt):
+            message = (
+                "must be a list of lists of token ids, such as [[2, 31, 41]]; the server tokenizes no text"
+            )
+            raise ValueError(message)
+        return prompt
 
 
 class _Adapter(BaseModel):
