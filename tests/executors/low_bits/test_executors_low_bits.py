@@ -508,7 +508,7 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
     replaced, _ = tuned(declared | {"kernel": "dequantise"}, shape="opt-untied")
     assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
     for changed, reason in (
-        ({"perturbation_bits": 8}, "cannot hold perturbation_bits=8"),
+        ({"perturbation_bits": 8}, "cannot hold low_bits.perturbation_bits=8"),
         ({"weights": "int8"}, "needs float8_e4m3 weights"),
         ({"scales": "group", "group_elements": 16}, "needs float8_e4m3 weights"),
     ):
