@@ -243,7 +243,10 @@ def check(
         seed, earlier = fresh_seed(), read_evidence(evidence)
     context = Context(seed=seed, size="quick" if quick else "full")
     if html is not None and not html.parent.is_dir():
-        raise ZosimError(f"there is no directory {html.parent} for --html {html}", hint="make it first")
+        raise ZosimError(
+            f"--html {html}: the directory {html.parent} does not exist",
+            hint="create it, or name another file",
+        )
     if matrix:
         _try_matrix(chosen, context, json=json)
         return
@@ -291,7 +294,7 @@ def _write_page(path: Path, entries: list[Entry], context: Context) -> None:
     try:
         path.write_text(page_of(entries, context, path.parent), encoding="utf-8")
     except OSError as error:
-        raise ZosimError(f"--html {path} cannot be written: {error.strerror}") from None
+        raise ZosimError(f"cannot write --html {path}: {error.strerror}", hint="name another file") from None
 
 
 def _show_oracles(name: str | None, params: str, *, json: bool) -> None:
@@ -317,7 +320,7 @@ def _verdict_named(key: str | None) -> Verdict | None:
         return None
     by_key = {verdict.name.lower(): verdict for verdict in Verdict}
     if key not in by_key:
-        raise ZosimError(f"there is no verdict {key!r}", hint=did_you_mean(key, list(by_key)))
+        raise ZosimError(f"unknown verdict {key!r}", hint=did_you_mean(key, list(by_key)))
     return by_key[key]
 
 

@@ -119,7 +119,7 @@ def read_evidence(path: Path) -> dict[str, Wealth]:
         return {name: Wealth(**held) for name, held in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         raise ZosimError(
-            f"{path} holds no evidence of earlier runs", hint="name another file to begin anew"
+            f"{path} does not hold evidence of earlier runs", hint="name a new file to start from nothing"
         ) from None
 
 

@@ -64,13 +64,13 @@ class Page:
             return cls(path, text, ())
         matter, end, rest = text[4:].partition("\n---\n")
         if not end:
-            raise ValueError(f"{path}: the front matter does not end with a line of ---")
+            raise ValueError(f"{path}: the front matter must end with a line of ---")
         try:
             found = yaml.load(matter, _LOADER)  # noqa: S506 - one of the two safe loaders
         except yaml.YAMLError as error:
-            raise ValueError(f"{path}: the front matter is no YAML: {error}") from None
+            raise ValueError(f"{path}: the front matter is not YAML: {error}") from None
         if not isinstance(found, dict) or set(found) != {"claims"}:
-            raise ValueError(f"{path}: the front matter is a list `claims`, and nothing else")
+            raise ValueError(f"{path}: the front matter must hold a list `claims` and nothing else")
         return cls(path, rest.lstrip("\n"), tuple(found["claims"]))
 
     def claims(self, checks: Mapping[str, tuple[Check, ...]]) -> Iterator[Claim]:
@@ -94,7 +94,7 @@ class Page:
                 raise ValueError(f"{self.path}: {name}: {error.message}{hint}") from None
             if not found:
                 raise ValueError(
-                    f"{self.path}: nothing checks {name}; add it to CHECKS of a module of its paper, or rows to its `checks`"
+                    f"{self.path}: no check tests {name}; add one to CHECKS of a module of its paper, or rows to its `checks`"
                 )
             anchor = f"#{entry['section']}" if "section" in entry else ""
             try:
@@ -108,7 +108,7 @@ class Page:
                 raise ValueError(f"{self.path}: {name}: {error}") from None
             if (led := claim.verdict_if_settled.name.lower()) != (declared := entry.get("verdict")):
                 raise ValueError(
-                    f"{self.path}: {name}: its checks lead to {led!r}, the page says {declared!r}"
+                    f"{self.path}: {name}: its checks give the verdict {led!r}, but the page states {declared!r}"
                 )
             yield claim
 

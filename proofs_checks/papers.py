@@ -38,7 +38,9 @@ class Paper:
             If it has not; the hint names the nearest.
         """
         if self.places and place not in self.places:
-            raise ZosimError(f"{self.key} has no {place!r}", hint=did_you_mean(place, sorted(self.places)))
+            raise ZosimError(
+                f"paper {self.key} has no place {place!r}", hint=did_you_mean(place, sorted(self.places))
+            )
 
 
 def _places(*sections: str, **numbered: int) -> frozenset[str]:

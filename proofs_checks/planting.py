@@ -85,7 +85,7 @@ class Fault:
         changed = self.change(shipped)
         if changed == shipped:
             raise FaultError(
-                f"{self.target} is {shipped!r} with the planted fault {self.name!r} as well", hint=_ADAPT
+                f"the planted fault {self.name!r} leaves {self.target} at {shipped!r}", hint=_ADAPT
             )
         return _bound(self.target, shipped, changed)
 
@@ -97,7 +97,7 @@ class Fault:
         for name in named:
             if name not in known and name.removeprefix("_") not in known:
                 raise FaultError(
-                    f"the planted fault {self.name!r} takes {name!r}, which is no parameter of {self.target}",
+                    f"the planted fault {self.name!r} takes {name!r}, but {self.target} has no such parameter",
                     hint=_ADAPT,
                 )
         code = shipped.__code__
@@ -180,7 +180,7 @@ def _target(target: str) -> Any:
             owner = inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
     except (ModuleNotFoundError, AttributeError):
         raise FaultError(
-            f"there is no {target}", hint="point the planted fault at where the code went"
+            f"the planted fault's target {target} does not exist", hint="name where the code went"
         ) from None
     if isinstance(owner, property):
         owner = owner.fget

@@ -32,7 +32,7 @@ def _claims() -> tuple[Claim, ...]:
     claims = [claim for page in pages() for claim in page.claims(checks)]
     assert len(claims) == len({claim.name for claim in claims}), "two pages state claims of one name"
     if unstated := checks.keys() - {claim.name for claim in claims}:
-        raise ValueError(f"no page of docs/theory states {', '.join(sorted(unstated))}")
+        raise ValueError(f"no page of docs/theory states these claims: {', '.join(sorted(unstated))}")
     return tuple(sorted(claims, key=lambda claim: list(PAPERS).index(claim.paper)))
 
 
@@ -51,14 +51,17 @@ def claims_named(*names: str, paper: str | None = None) -> tuple[Claim, ...]:
     known = [claim.name for claim in CLAIMS]
     for name in names:
         if name not in known:
-            raise ZosimError(f"there is no claim {name!r}", hint=did_you_mean(name, known))
+            raise ZosimError(f"unknown claim {name!r}", hint=did_you_mean(name, known))
     if paper is not None and paper not in PAPERS:
-        raise ZosimError(f"there is no paper {paper!r}", hint=did_you_mean(paper, list(PAPERS)))
+        raise ZosimError(f"unknown paper {paper!r}", hint=did_you_mean(paper, list(PAPERS)))
     chosen = tuple(
         claim
         for claim in CLAIMS
         if (not names or claim.name in names) and (paper is None or claim.paper == paper)
     )
     if not chosen:
-        raise ZosimError(f"none of these claims is of {paper}", hint="name no paper, or claims of that paper")
+        raise ZosimError(
+            f"--paper {paper}: none of the named claims is from it",
+            hint="leave --paper out, or name claims of that paper",
+        )
     return chosen

@@ -119,9 +119,7 @@ def _study_named(name: str) -> Study:
     for study in STUDIES:
         if study.name == name.replace("-", "_"):
             return study
-    raise ZosimError(
-        f"there is no study {name!r}", hint=did_you_mean(name, [study.name for study in STUDIES])
-    )
+    raise ZosimError(f"unknown study {name!r}", hint=did_you_mean(name, [study.name for study in STUDIES]))
 
 
 def _show_list(*, json: bool) -> None:
@@ -155,7 +153,7 @@ def _try(chosen: Study, solution: Path, *, json: bool) -> None:
 
     if not chosen.has_exercise:
         with_one = ", ".join(item.name for item in STUDIES if item.has_exercise)
-        raise ZosimError(f"{chosen.name} has no exercise", hint=f"these have one: {with_one}")
+        raise ZosimError(f"{chosen.name} has no exercise", hint=f"studies with an exercise: {with_one}")
     verdict = grade(chosen.name, solution)
     emit(verdict, json=json, text=f"{'passed' if verdict.passed else 'not yet'}: {verdict.message}")
     if not verdict.passed:

@@ -101,15 +101,17 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ZosimError(f"there is no Python file {path}", hint="copy the exercise's stub.py and fill it in")
+        raise ZosimError(f"{path} is not a Python file", hint="copy the exercise's stub.py and fill it in")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ZosimError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+        raise ZosimError(
+            f"running {path} raised {type(error).__name__}: {error}", hint="correct it, then check again"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ZosimError(f"{path} defines no function {name!r}", hint="keep the name that the stub gives it")
+        raise ZosimError(f"{path} has no function {name!r}", hint="keep the function name of the stub")
     return function  # type: ignore[no-any-return]
 
 

@@ -86,10 +86,10 @@ class Pieces:
         """
         if self.folder is None or not (path := self.folder / f"{name}.json").exists():
             return None
-        hint = "remove it, and it is made again"
+        hint = "delete it to make it again"
         content: Content = read_json_object(path, "piece of a study", ZosimError, hint=hint)
         if "commit" not in content:
-            raise ZosimError(f"{path} is no piece of a study: it names no commit", hint=hint)
+            raise ZosimError(f"{path} is not part of a study: it names no commit", hint=hint)
         return content
 
     def keep(self, name: str, content: Content) -> Content:

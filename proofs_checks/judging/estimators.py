@@ -131,8 +131,8 @@ def judge_estimator(
     """
     if distribution not in ("normal", "signs", "sphere", "any"):
         raise ZosimError(
-            f"distribution {distribution!r} is none of normal, signs, sphere, any",
-            hint="any: neither the smoothed gradient nor the second moment is compared",
+            f"distribution={distribution!r} must be normal, signs, sphere or any",
+            hint="with any, neither the smoothed gradient nor the second moment is compared",
         )
     for what, value, least, most in (
         ("dimension", dimension, 2, 16),
@@ -140,7 +140,7 @@ def judge_estimator(
         ("num_samples", num_samples, 512, 10**8),
     ):
         if not least <= value <= most:
-            raise ZosimError(f"{what}={value} lies outside {least} to {most}")
+            raise ZosimError(f"{what}={value} must be from {least} to {most}")
     judge = _Judge(
         estimator,
         Declared(distribution, num_perturbations, order, is_linear),

@@ -170,10 +170,10 @@ def answer_of(
     except ZosimError:
         raise
     except Exception as error:
-        raise ZosimError(f"{name} raises {type(error).__name__}: {error}", hint=called) from error
+        raise ZosimError(f"{name} raised {type(error).__name__}: {error}", hint=called) from error
     if answer.shape != like.shape:
         raise ZosimError(
-            f"{name} returns numbers of shape {tuple(answer.shape)}, given numbers of shape {tuple(like.shape)}",
+            f"{name} returned shape {tuple(answer.shape)}, but its input has shape {tuple(like.shape)}",
             hint=returned,
         )
     return answer.detach().clone()

@@ -82,15 +82,15 @@ def judge_quantizer(
     ()
     """
     if rounding not in ("stochastic", "nearest"):
-        raise ZosimError(f"rounding {rounding!r} is neither stochastic nor nearest")
+        raise ZosimError(f"rounding={rounding!r} must be stochastic or nearest")
     group = _COUNT if group_size is None else group_size
     if group < 2 or _COUNT % group:
         raise ZosimError(
-            f"group_size={group_size} does not divide the {_COUNT} numbers that a quantizer is given",
-            hint="such as 32",
+            f"group_size={group_size} must divide the {_COUNT} numbers that a quantizer is given",
+            hint="use a power of two, such as 32",
         )
     if not 256 <= num_samples <= 10**7:
-        raise ZosimError(f"num_samples={num_samples} lies outside 256 to 10,000,000")
+        raise ZosimError(f"num_samples={num_samples} must be from 256 to 10,000,000")
     judge = _Judge(quantizer, rounding, group, largest, num_samples, seed, name)
     return Judgement(name, tuple(judge.findings()))
 

@@ -65,7 +65,7 @@ def codec_gradient_variance(
     0.5
     """
     if not len(weights) == len(plus) == len(minus):
-        raise ValueError("weights, plus and minus differ in length")
+        raise ValueError("weights, plus and minus must have the same length")
     total = 0.0
     for w, high, low in zip(weights, plus, minus, strict=True):
         up = high / step_plus - math.floor(high / step_plus)

@@ -63,7 +63,7 @@ def estimate_moments(
         elif distribution == "sphere":
             fourth = d**2 * form / (d + 2)
         else:
-            raise ValueError(f"no closed form of a forward difference along {distribution} perturbations")
+            raise ValueError(f"a forward difference has no closed form for {distribution} perturbations")
         square += epsilon**2 / 4 * fourth
     factor = moments["second_moment"]
     mean = (factor * gradient_norm) ** 2

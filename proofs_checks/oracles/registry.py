@@ -121,7 +121,7 @@ def oracle_named(name: str) -> Oracle:
     """
     known = oracles()
     if name not in known:
-        raise ZosimError(f"there is no oracle {name!r}", hint=did_you_mean(name, list(known)))
+        raise ZosimError(f"unknown oracle {name!r}", hint=did_you_mean(name, list(known)))
     return known[name]
 
 
@@ -152,5 +152,5 @@ def evaluate(name: str, parameters: Mapping[str, Any]) -> Any:
         raise ZosimError(f"{name}: {error}", hint=f"it takes {signature}") from None
     numbers = value.values() if isinstance(value, Mapping) else [value]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        raise ZosimError(f"{name} is not finite for these parameters", hint="use smaller ones")
+        raise ZosimError(f"{name} is not finite for these parameters", hint="use smaller parameters")
     return value

@@ -149,7 +149,7 @@ def nearest_contraction(
     True
     """
     if largest**2 > squares * (1 + 1e-12):
-        raise ValueError("the largest magnitude exceeds the norm")
+        raise ValueError("the largest magnitude must not exceed the norm")
     step = largest / (2 ** (bits - 1) - 1)
     by_zero, by_step = 1 - largest**2 / squares, (numel - 1) * step**2 / 4 / squares
     return {"kappa_squared": min(by_zero, by_step), "by_zero": by_zero, "by_step": by_step}

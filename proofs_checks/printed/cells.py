@@ -60,7 +60,7 @@ def table_rows(table: str) -> tuple[TableRow, ...]:
         If no such table ships.
     """
     if table not in _tables():
-        raise PrintedError(f"there is no printed table {table!r}", hint=did_you_mean(table, list(_tables())))
+        raise PrintedError(f"unknown printed table {table!r}", hint=did_you_mean(table, list(_tables())))
     return _tables()[table]
 
 
@@ -97,21 +97,23 @@ def printed_table(
         for name in fields:
             if name not in cells[0].fields:
                 raise PrintedError(
-                    f"the column {column} asks for {name!r}, which is no field of {wanted['table']}",
+                    f"column {column} selects by {name!r}, but {wanted['table']} has no such field",
                     hint=did_you_mean(name, list(cells[0].fields)),
                 )
         cells = tuple(cell for cell in cells if all(cell[name] == value for name, value in fields.items()))
         if not cells:
             reported = ", ".join(f"{name} {value!r}" for name, value in fields.items())
-            raise PrintedError(f"the column {column} has no cell in {wanted['table']} with {reported}")
+            raise PrintedError(f"column {column} matches no cell of {wanted['table']}: {reported}")
         for cell in cells:
             try:
                 label = row.format_map(cell.fields)
             except (KeyError, ValueError, IndexError):
-                raise PrintedError(f"{row!r} names no row: {{...}} holds the name of a field") from None
+                raise PrintedError(f"row {row!r} must name fields in braces, such as {{model}}") from None
             numbers = found.setdefault(label, {})
             if column in numbers:
-                raise PrintedError(f"{row!r} is {label!r} for two cells of the column {column}: {cell.where}")
+                raise PrintedError(
+                    f"row {row!r} gives the name {label!r} to two cells of column {column}: {cell.where}"
+                )
             if cell["value"]:
                 numbers[column] = cell
     return {label: numbers for label, numbers in found.items() if len(numbers) == len(columns)}

@@ -78,7 +78,7 @@ def _number(text: str) -> tuple[float, float]:
         number = Decimal(text)
         half = Decimal((0, (5,), int(number.as_tuple().exponent) - 1))
     except (InvalidOperation, ValueError):
-        raise PrintedError(f"{text!r} is no number") from None
+        raise PrintedError(f"{text!r} is not a number") from None
     return float(number), float(half)
 
 
@@ -110,10 +110,10 @@ def judged(expression: str, columns: Mapping[str, Figures]) -> dict[str, Outcome
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError:
-        raise PrintedError(f"`{expression}` is no expression") from None
+        raise PrintedError(f"`{expression}` is not an expression") from None
     reader = _Reader(expression.strip(), columns)
     if not (found := reader.truths(tree)):
-        raise reader.wrong("it compares nothing")
+        raise reader.wrong("it must compare something")
     return {f"{row}: {expression}" if row else expression: outcome for row, outcome in found.items()}
 
 
@@ -165,7 +165,7 @@ class _Reader:
             case ast.Name(id=name) if name in self.columns:
                 return self.columns[name]
             case ast.Name(id=name):
-                raise self.wrong(f"there is no column {name!r}", did_you_mean(name, list(self.columns)))
+                raise self.wrong(f"unknown column {name!r}", did_you_mean(name, list(self.columns)))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 value = self.figures(operand)
                 return replace(value, numbers=-value.numbers[[0, 2, 1]])
@@ -175,7 +175,7 @@ class _Reader:
                 return (of := self.figures(value)).of(self.chosen(of.rows, slice_))
             case ast.Call(func=ast.Name(id=name), args=[first, *more], keywords=[]):
                 return self.called(name, first, more)
-        raise self.wrong(f"`{ast.unparse(node)}` is no number")
+        raise self.wrong(f"`{ast.unparse(node)}` is not a number")
 
     def called(self, name: str, first: ast.expr, more: list[ast.expr]) -> Figures:
         match name, more:
@@ -205,12 +205,12 @@ class _Reader:
             case "but", [_, *_]:
                 value = self.figures(first)
                 return value.of(self.others(value.rows, more))
-        raise self.wrong(f"`{name}` of {1 + len(more)} is no form")
+        raise self.wrong(f"`{name}` does not take {1 + len(more)} argument{'s' if more else ''}")
 
     def combined(self, act: Callable[[Any, Any], Any], left: Figures, right: Figures) -> Figures:
         (first, *one), (second, *other) = left.columns, right.columns
         if act is operator.truediv and np.any((other[0] <= 0) & (other[1] >= 0)):
-            raise self.wrong("it divides by what may be 0")
+            raise self.wrong("the divisor may be 0")
         self.rows(left, right)
         ends = [act(a, b) for a in one for b in other]
         numbers = np.stack([act(first, second), np.minimum.reduce(ends), np.maximum.reduce(ends)])
@@ -228,7 +228,7 @@ class _Reader:
                 found: dict[str, Outcome] = {}
                 for first, op, second in zip((left, *others), ops, others, strict=False):
                     if type(op) not in _COMPARISONS:
-                        raise self.wrong(f"`{ast.unparse(node)}` compares in no way that is known")
+                        raise self.wrong(f"`{ast.unparse(node)}` uses an unknown comparison")
                     for row, outcome in self.compared(first, _COMPARISONS[type(op)], second):
                         found[row] = outcome if row not in found else _both(found[row], outcome)
                 return found
@@ -249,7 +249,7 @@ class _Reader:
                     row: is_true(np.ceil(low) <= np.floor(high), what=f"whole between {low:.6g} and {high:.6g}")
                     for row, low, high in ends
                 }  # fmt: skip
-        raise self.wrong(f"`{ast.unparse(node)}` is no comparison")
+        raise self.wrong(f"`{ast.unparse(node)}` is not a comparison")
 
     def compared(self, left: ast.expr, sign: str, right: ast.expr) -> list[tuple[str, Outcome]]:
         sides = [self.side(each, sign) for each in (left, right)]
@@ -281,12 +281,12 @@ class _Reader:
         wanted: set[str] = set()
         for each in patterns:
             if not (isinstance(each, ast.Constant) and isinstance(each.value, str)):
-                raise self.wrong(f"`{ast.unparse(each)}` names no row")
+                raise self.wrong(f"`{ast.unparse(each)}` must be the name of a row in quotes")
             pattern = ".*".join(map(re.escape, each.value.split("*")))
             found = {row for row in rows if re.fullmatch(pattern, row)}
             if not found:
                 known = did_you_mean(each.value, [row for row in rows if row])
-                raise self.wrong(f"there is no row {each.value!r}", known)
+                raise self.wrong(f"unknown row {each.value!r}", known)
             wanted |= found
         return [row for row in rows if row in wanted]
 
@@ -294,10 +294,10 @@ class _Reader:
         """Return the rows that are not named."""
         left_out = self.chosen(rows, ast.Tuple(elts=nodes))
         if len(left_out) == len(rows):
-            raise self.wrong("it leaves out every row")
+            raise self.wrong("it excludes every row")
         return [row for row in rows if row not in left_out]
 
-    def wrong(self, what: str, hint: str | None = f"an expression has {', '.join(FORMS)}") -> PrintedError:
+    def wrong(self, what: str, hint: str | None = f"expressions may use {', '.join(FORMS)}") -> PrintedError:
         return PrintedError(f"`{self.expression}`: {what}", hint=hint)
 
 

@@ -45,13 +45,13 @@ class _Selection:
             or not isinstance(columns := reported.get("columns"), dict)
             or not columns
         ):
-            raise PrintedError(f"cells are a table with its columns, not {reported!r}")
+            raise PrintedError(f"an entry of cells must have a table and columns, not {reported!r}")
         common = {key: str(value) for key, value in reported.items() if key not in ("row", "columns")}
         found, reads = {}, {}
         for name, own in ((str(name), own) for name, own in columns.items()):
             fields = {"method": own} if isinstance(own, str) else own
             if not isinstance(fields, dict):
-                raise PrintedError(f"the column {name} is a method, or what its fields hold, not {own!r}")
+                raise PrintedError(f"column {name} must be a method or a mapping of fields, not {own!r}")
             found[name] = common | {key: str(value) for key, value in fields.items()}
             reads[name] = found[name].pop("read", "value")
         return cls(str(reported.get("row", "{model}")), found, reads)
@@ -60,7 +60,7 @@ class _Selection:
         """Return the cells, by row and column."""
         found = printed_table(self.columns, self.row)
         if not found:
-            raise PrintedError(f"no row has all of the columns {', '.join(self.columns)}")
+            raise PrintedError(f"no row has all columns: {', '.join(self.columns)}")
         return found
 
     def figures(self) -> dict[str, Figures]:
@@ -71,7 +71,7 @@ class _Selection:
             try:
                 figures = Figures.rounded([cells[row][name][field] for row in rows], rows)
             except PrintedError as error:
-                raise PrintedError(f"{field!r} of the column {name}: {error.message}") from None
+                raise PrintedError(f"{field!r} of column {name}: {error.message}") from None
             exact = replace(figures, numbers=figures.numbers[[0, 0, 0]])
             found[name] = figures if field == "value" else exact
         return found
@@ -88,7 +88,7 @@ def checks_of(entry: Mapping[str, Any]) -> tuple[Check, ...]:
     selections = tuple(_Selection.of(reported) for reported in entry.get("cells", ()))
     names = [name for selection in selections for name in selection.columns]
     if len(names) > len(set(names)):
-        raise PrintedError(f"two columns have one name: {', '.join(names)}")
+        raise PrintedError(f"column names must differ: {', '.join(names)}")
     return tuple(_check(reported, selections) for reported in entry.get("checks", ()))
 
 
@@ -96,9 +96,9 @@ def _check(reported: Any, selections: tuple[_Selection, ...]) -> Check:
     row = _fields(reported, "a check", ("role", "title", "asserts"), ("faults",))
     roles = {role.name.lower(): role for role in Role}
     if (role := str(row["role"])) not in roles:
-        raise PrintedError(f"there is no role {role!r}", hint=did_you_mean(role, list(roles)))
+        raise PrintedError(f"unknown role {role!r}", hint=did_you_mean(role, list(roles)))
     if not isinstance(row["asserts"], list) or not row["asserts"]:
-        raise PrintedError(f"a check asserts a list of comparisons, not {row['asserts']!r}")
+        raise PrintedError(f"asserts must be a list of comparisons, not {row['asserts']!r}")
     measure = partial(_measured, selections, tuple(map(str, row["asserts"])))
     measure(Context())  # names what is malformed while the page is read
     faults = tuple(_fault(each, selections) for each in row.get("faults", ()))
@@ -137,7 +137,7 @@ def wrong_cell(name: str, cell: TableRow, value: str, field: str = "value") -> F
         If it holds that already.
     """
     if cell[field] == value:
-        raise PrintedError(f"the fault {name!r} changes nothing: {field} is {value} in {cell.where}")
+        raise PrintedError(f"fault {name!r} changes nothing: {field} is {value} in {cell.where} already")
     words = f"{name} ({cell['paper']} {cell['table']}, {cell['cell']}: {value} for {cell[field]})"
     return Fault(words, f"{table_rows.__module__}:{table_rows.__name__}", WrongCell(cell.where, field, value))
 
@@ -150,12 +150,12 @@ def _fault(reported: Any, selections: tuple[_Selection, ...]) -> Fault:
             cells = selection.cells()
             if label not in cells:
                 raise PrintedError(
-                    f"the fault {row['name']!r} names no row: {label!r}",
+                    f"fault {row['name']!r}: unknown row {label!r}",
                     hint=did_you_mean(label, list(cells)),
                 )
             cell, field = cells[label][column], selection.reads[column]
             return wrong_cell(row["name"], cell, _written(row["value"], cell[field]), field)
-    raise PrintedError(f"the fault {row['name']!r} names no column: {column!r}")
+    raise PrintedError(f"fault {row['name']!r}: unknown column {column!r}")
 
 
 def _written(value: Any, like: str) -> str:
@@ -170,5 +170,9 @@ def _fields(
 ) -> Mapping[str, Any]:
     """Return a row of the front matter whose keys are these."""
     if not isinstance(reported, dict) or not set(needed) <= set(reported) <= {*needed, *others}:
-        raise PrintedError(f"{what} says {', '.join((*needed, *others))}, not {reported!r}")
+        raise PrintedError(
+            f"{what} must have the keys {', '.join(needed)}"
+            + (f" and may have {', '.join(others)}" if others else "")
+            + f", not {reported!r}"
+        )
     return reported

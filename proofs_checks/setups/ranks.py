@@ -38,7 +38,7 @@ class _Rendezvous:
             messages = list(self.laid)
             self.barrier.wait(_TIMEOUT_S)
         except threading.BrokenBarrierError:
-            raise RunError("another rank stopped") from None
+            raise RunError(f"another rank stopped, or answered nothing for {_TIMEOUT_S:g} s") from None
         return messages
 
 
@@ -74,7 +74,7 @@ class ThreadedRanks:
         while not self._closed and time.monotonic() < end:
             with suppress(Empty):
                 return queue.get(timeout=0.05)
-        raise RunError("another rank stopped")
+        raise RunError(f"rank {sender} stopped, or sent nothing for {_TIMEOUT_S:g} s")
 
     def close(self) -> None:
         """Let nobody wait any longer."""
@@ -142,7 +142,10 @@ class InProcess:
         peer = self.members(group)[self.position(group) + offset]
         message = self._threaded.taken(peer, self.rank)
         if isinstance(message, Packed) is (device is None):
-            raise RunError(f"{what} is of another kind than its receiver takes", hint="run both on one plan")
+            raise RunError(
+                f"{what} is of type {type(message).__name__}, which its receiver does not take",
+                hint="run both on one plan",
+            )
         check_length(_size(message), most_bytes, what)
         return message
 
@@ -158,7 +161,9 @@ class InProcess:
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
         """Raise if ranks do not agree."""
         if any(reported != facts for reported in self._exchanged("host loop", "world", dict(facts))):
-            raise RunError("ranks do not begin alike")
+            raise RunError(
+                "the ranks begin with different facts", hint="start them with one plan and one base"
+            )
 
     def _exchanged(self, kind: str, group: str, own: Any) -> list[Any]:
         rendezvous = self._threaded.exchanges[kind, group, self.members(group)]

@@ -160,7 +160,7 @@ def _quantized(model: nn.Module) -> str:
 def _adapted(model: nn.Module) -> str:
     names = tuple(dict.fromkeys(name for name, *_ in block_linears(model)))
     if not names:
-        raise ZosimError("its blocks have no linear layer")
+        raise ZosimError("the blocks of the model have no linear layer")
     attach(model, LoRA(rank=2, target_modules=names))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

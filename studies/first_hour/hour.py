@@ -161,7 +161,7 @@ def leave(setting: Setting, name: str, path: Path) -> None:
     part = next((part for part in parts_of(setting) if part.name == name), None)
     if part is None:
         names = ", ".join(part.name for part in parts_of(setting))
-        raise ZosimError(f"there is no part {name!r}", hint=f"parts are {names}")
+        raise ZosimError(f"unknown part {name!r}", hint=f"known: {names}")
     for content in _so_far(setting, part):
         _write(path, content)
 

@@ -161,13 +161,13 @@ def kills(setting: Setting) -> Content:
         alone, killed = (folder / f"{residency}-{name}" for name in ("alone", "killed"))
         status, output = setting.processes.zosim(*words, "--out", str(alone))
         if status != 0:
-            raise RunError(f"a run that nobody killed ended with exit status {status}: {output}")
+            raise RunError(f"a run that was not killed exited with status {status}: {output}")
         for number, line in enumerate(_KILLED_AT[1:2] if setting.is_rehearsal else _KILLED_AT):
             again = ["--resume"] if number else []
             setting.processes.killed_zosim(killed / "steps.jsonl", line, *words, "--out", str(killed), *again)
         status, output = setting.processes.zosim(*words, "--out", str(killed), "--resume")
         if status != 0:
-            raise RunError(f"a run that was killed did not go on: {output}")
+            raise RunError(f"a killed run did not resume: {output}")
         rows[residency] = _losses(alone) == _losses(killed)
     return {"is_right": all(rows.values()), "rows": rows}
 

@@ -92,7 +92,7 @@ class Setting:
         gpus, index = self.topology.of_type("gpu"), torch.device(self.device).index or 0
         if index >= len(gpus):
             raise PlanError(
-                f"{self.topology.name} shows {len(gpus)} GPUs, and {self.device} is not among them",
+                f"{self.topology.name} has {len(gpus)} GPUs, so {self.device} does not exist in it",
                 hint="describe the machine by a preset or a file: --hardware dgx-h100",
             )
         return gpus[index].id

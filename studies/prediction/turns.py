@@ -43,7 +43,10 @@ class Baton:
         until = time.monotonic() + _LONGEST_TURN_S
         while number and not (self._folder / str(number)).exists():
             if time.monotonic() > until:
-                raise RunError(f"turn {number} has not ended within {_LONGEST_TURN_S:g} s")
+                raise RunError(
+                    f"turn {number} did not end within {_LONGEST_TURN_S:g} s",
+                    hint="see the output of the other group of processes, which failed",
+                )
             time.sleep(_LOOK_EVERY_S)
 
     def end(self, number: int) -> None:

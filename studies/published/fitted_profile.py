@@ -137,8 +137,8 @@ def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:
                 fits.append(fitted_with_intervals(fit(mine, paper, domain), paper, domain, apart))
     sparq, quzo, zoinfer = calibrate_sparq(rows), calibrate_quzo(rows), calibrate_zoinfer(rows)
     if not fits and sparq is None and quzo is None and zoinfer is None:
-        hint = next(iter(reasons.values()), "give rows with values")
-        raise ProfileError("none of the rows can be fitted", hint=hint)
+        hint = next(iter(reasons.values()), "add rows with a value")
+        raise ProfileError("no row can be fitted", hint=hint)
     return PublishedProfile(fits=tuple(fits), sparq=sparq, quzo=quzo, zoinfer=zoinfer)
 
 
@@ -220,7 +220,8 @@ def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
     content, is_unchanged = without_digest(content)
     if not is_unchanged:
         raise ProfileError(
-            f"the profile {source} is damaged or was edited: its digest does not match its content"
+            f"the profile {source} is damaged or was edited: its digest does not match its content",
+            hint=hint,
         )
     with readable(f"the profile {source}", ProfileError, model=PublishedProfile):
         return PublishedProfile.model_validate(with_present_names(content, RENAMED))

@@ -110,7 +110,7 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | No
     """
     known = tuple(cell for cell in cells if cell.value is not None)
     if not known:
-        raise ProfileError(f"no row prints a {domain} of {paper}", hint="give rows with values")
+        raise ProfileError(f"no row has a {domain} value of {paper}", hint="add rows with a value")
     constants = constants_of(paper, domain)
     problem = _FitProblem(known, constants, predictor(domain))
     x = None if start is None else np.log([start[constant.name] for constant in constants])

@@ -106,8 +106,8 @@ class _Works:
         try:
             return [by_id[self._namesake(item.id)] for item in self._program.step]
         except KeyError as error:
-            message = f"batch={batch}, seq={seq} make another program: it has no {error.args[0]}"
-            raise PlanError(message, hint="plan that configuration by itself") from None
+            message = f"batch={batch}, seq={seq} need another program, without {error.args[0]}"
+            raise PlanError(message, hint="plan this configuration on its own") from None
 
     def _tells(self, batch: int, seq: int) -> bool:
         by_id = self._listed(batch, seq)
@@ -230,8 +230,8 @@ class _GridOrder:
             If it has a prologue, whose durations would be the plan's own.
         """
         if program.prologue:
-            message = f"program {program.name} has a prologue, which a grid of configurations cannot have"
-            raise PlanError(message, hint="take step_time_bound for each configuration")
+            message = f"program {program.name} has a prologue, which a grid does not support"
+            raise PlanError(message, hint="call step_time_bound for each configuration")
         graph = RunGraph(World.of_one(program, machine), MAX_STEPS)
         listed = [graph.nodes(position) for position in range(1, graph.max_distance + 2)]
         carried = {before for nodes in listed for _, edges in nodes for distance, before in edges if distance}

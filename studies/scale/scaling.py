@@ -33,11 +33,11 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     """
     for name, factor in factors.items():
         if name != LINKS and name not in CONSTANT_UNITS:
-            message = f"a grid cannot vary {name!r}"
+            message = f"unknown constant {name!r}"
             raise PlanError(message, hint=did_you_mean(name, [LINKS, *CONSTANT_UNITS]))
         if not 0 < factor < math.inf:
-            message = f"{name} is multiplied by {factor}"
-            raise PlanError(message, hint="factors must be positive and finite")
+            message = f"factor {factor} of {name} must be positive and finite"
+            raise PlanError(message, hint="1 leaves it as it is")
     used = {name for route in machine.routes.values() for name in route}
     capacities = {
         name: capacity * (factors.get(LINKS, 1.0) if name in used else 1.0)

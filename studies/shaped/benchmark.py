@@ -94,7 +94,9 @@ def calibrate_hosts(folder: Path, budget_s: float) -> Content:
     ]
     ends = [process.wait() for process in processes]
     if any(ends):
-        raise RunError("the calibration failed", hint="try `zosim calibrate --threads 1`")
+        raise RunError(
+            "the calibration failed; its output is above", hint="try `zosim calibrate --threads 1`"
+        )
     return {"profile": load_profile(folder / "profile0.json").model_dump(mode="json")}
 
 
@@ -106,7 +108,9 @@ def measure(rate: str, layout: HostLayout, folder: Path, cases: str = "") -> Con
     with ShapedNetwork(layout.num_hosts, rate_bits_per_s(rate)) as network:
         status = run_ranks(network, command, ranks_per_host=layout.ranks_per_host, timeout_s=_PART_TIMEOUT_S)
     if status or not result.exists():
-        raise RunError(f"the ranks of {rate} {layout.name} ended with {status}", hint="their words are above")
+        raise RunError(
+            f"the ranks of {rate} {layout.name} exited with status {status}", hint="their output is above"
+        )
     return read_json_object(result, "measured network", RunError)
 
 
@@ -124,7 +128,9 @@ def _report(
         links.append(LinkRow(rate, layout.name, latency_s, steps.link))
         rows += predict(rate, layout, steps, latency_s, machine, profile)
     if not rows:
-        raise RunError("no network has cases of these words", hint="--cases takes words of their names")
+        raise RunError(
+            "--cases matches no case of any network", hint="--cases takes words from the names of cases"
+        )
     benchmark = ShapedBenchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         commit=commits,
@@ -150,8 +156,8 @@ def steps_of(content: Content, name: str) -> NetworkSteps:
         cases = tuple(CaseSteps(**{**item, "step_s": tuple(item["step_s"])}) for item in content["cases"])
     except TypeError as error:
         raise RunError(
-            f"{name} has other figures than this release measures",
-            hint=f"remove {name}.json, and it is measured again",
+            f"{name} does not hold the figures that this release measures",
+            hint=f"delete {name}.json to measure it again",
         ) from error
     return NetworkSteps(link, cases)
 

@@ -59,7 +59,9 @@ def rate_bits_per_s(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise RunError(f"rate {text!r} is not a rate", hint="such as 100mbit or 1gbit")
+        raise RunError(
+            f"rate {text!r} must be a number with bit, kbit, mbit or gbit", hint="such as 100mbit or 1gbit"
+        )
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -112,7 +114,7 @@ class ShapedNetwork:
         if not 1 <= num_hosts <= NETWORK.num_addresses - 2:
             raise RunError(
                 f"num_hosts={num_hosts} must be from 1 to {NETWORK.num_addresses - 2}",
-                hint="they are addresses of one network",
+                hint="hosts take their addresses from one network",
             )
         self.num_hosts = num_hosts
         self.rate_bits_per_s = rate_bits_per_s
@@ -123,7 +125,8 @@ class ShapedNetwork:
         reason = why_not()
         if reason:
             raise RunError(
-                f"no shaped links here: {reason}", hint="docs/how-to/shape-links.md says what they take"
+                f"this machine cannot make shaped links: {reason}",
+                hint="docs/how-to/shape-links.md lists what they need",
             )
         remove_stale_files()
         try:
@@ -242,5 +245,5 @@ def _command(*words: str) -> None:
     if done.returncode:
         raise RunError(
             f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}",
-            hint="docs/how-to/shape-links.md says what shaped links take",
+            hint="docs/how-to/shape-links.md lists what shaped links need",
         )

@@ -146,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             text = made.to_markdown() + "\n![Predicted over measured, by group](errors.png)\n"
             (options.out / "report.md").write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MachineError(f"cannot write {options.out}: {error.strerror}") from error
+        raise MachineError(
+            f"cannot write {options.out}: {error.strerror}", hint="choose another --out"
+        ) from error
     stdout.print(made)
 
 

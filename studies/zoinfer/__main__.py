@@ -299,7 +299,7 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     options.batch = options.batch or [16, 64]
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda: torch sees no GPU here")
+        raise RunError("--device cuda: torch finds no GPU on this machine", hint="use --device cpu")
     return options
 
 

@@ -204,7 +204,7 @@ def _vllm(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Score
         }
         print(json.dumps(batch), file=into, flush=True)
         if not (line := out.readline()):
-            raise RunError(f"{options.vllm} ended; what it said stands above")
+            raise RunError(f"{options.vllm} exited; its output is above")
         answer = json.loads(line)
         return answer["scores"], Took(answer["seconds"])
 

@@ -140,7 +140,7 @@ def main() -> None:
     options.device = "cpu"
     if options.instruction >= options.tokens:
         raise RunError(
-            f"--instruction {options.instruction} leaves nothing of prompts of {options.tokens:g} tokens"
+            f"--instruction {options.instruction} must be below --tokens {options.tokens:g}, the median length of a prompt"
         )
     torch.set_num_threads(options.threads)
     model = model_of(options.shape, torch.float32, "cpu")

@@ -181,7 +181,10 @@ def _address(process: subprocess.Popen[bytes], reported: Path) -> str:
         if match := re.search(r"http://\S+", reported.read_text()):
             return match[0]
         time.sleep(0.05)
-    raise RunError(f"the server did not start: {reported.read_text()[-300:]}")
+    raise RunError(
+        f"the server did not start: {reported.read_text()[-300:]}",
+        hint="start `zosim serve` alone to see why",
+    )
 
 
 def _write_model(folder: Path, options: argparse.Namespace) -> None:

@@ -114,10 +114,10 @@ def test_a_fault_whose_parameters_the_function_has_not_or_that_changes_no_consta
     renamed = Fault(
         "renamed", doubled.target, lambda shipped, losses, *rest, **more: shipped(losses, *rest, **more)
     )
-    with pytest.raises(FaultError, match="takes 'losses', which is no parameter"), renamed.apply():
+    with pytest.raises(FaultError, match=r"takes 'losses', but .* has no such parameter"), renamed.apply():
         pass
     same = Fault("same", "executors.models.parameters:_NO_DECAY", lambda names: names)
-    with pytest.raises(FaultError, match="with the planted fault 'same' as well"), same.apply():
+    with pytest.raises(FaultError, match="the planted fault 'same' leaves"), same.apply():
         pass
 
 
@@ -273,7 +273,7 @@ def test_a_bound_that_no_case_nearly_reaches_shows_nothing():
 
 
 def test_a_place_that_the_paper_does_not_have_is_refused():
-    with pytest.raises(ZosimError, match=r"zo2 has no 'Eq\. 9'"):
+    with pytest.raises(ZosimError, match=r"zo2 has no place 'Eq\. 9'"):
         Claim("c", "zo2", ("Eq. 9",), "g", "It holds.", "none", (printed(yes, HALVED),))
 
 

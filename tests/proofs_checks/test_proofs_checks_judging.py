@@ -181,11 +181,11 @@ def test_a_mean_that_few_samples_cannot_tell_is_not_said_to_hold():
 
 
 def test_estimators_that_cannot_be_called_are_refused_in_words():
-    with pytest.raises(ZosimError, match="raises TypeError"):
+    with pytest.raises(ZosimError, match="raised TypeError"):
         judge_estimator(lambda loss: 1)
-    with pytest.raises(ZosimError, match=r"shape \(3,\), given numbers of shape \(6,\)"):
+    with pytest.raises(ZosimError, match=r"shape \(3,\), but its input has shape \(6,\)"):
         judge_estimator(lambda loss, theta, epsilon, seed: theta[:3])
-    with pytest.raises(ZosimError, match="dimension=1 lies outside"):
+    with pytest.raises(ZosimError, match="dimension=1 must be from"):
         judge_estimator(forward, dimension=1)
 
 
@@ -317,7 +317,7 @@ def test_roundings_that_few_seeds_cannot_tell_are_not_said_to_be_unbiased():
         ({"rounding": "up"}, "neither stochastic nor nearest"),
         ({"group_size": 100}, "does not divide"),
         ({"group_size": 0}, "does not divide"),
-        ({"num_samples": 3}, "lies outside"),
+        ({"num_samples": 3}, "must be from"),
     ],
 )
 def test_what_is_said_of_a_quantizer_is_checked(arguments, message):

@@ -557,7 +557,7 @@ OTHER_WITNESSES = {
 @pytest.mark.parametrize(
     ("name", "parameters", "output"),
     [
-        ("enrgy", {}, "there is no oracle 'enrgy'"),
+        ("enrgy", {}, "unknown oracle 'enrgy'"),
         ("energy", {"distribution": "uniform"}, "energy: distribution:"),
         ("energy", {}, "energy: distribution:"),
         ("energy", {"distribution": "gaussian", "dimension": 0}, "energy: dimension:"),
