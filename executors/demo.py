@@ -102,7 +102,7 @@ class DemoResult:
             numeric=("before", "after"),
         )
         disturbed = (
-            f"the prediction rests on a disturbed profile: other processes disturbed {self.disturbed_share:.0%} of its calibration; on an "
+            f"predicted from a disturbed profile: other processes disturbed {self.disturbed_share:.0%} of its calibration; on an "
             "idle machine `zosim calibrate` makes a better one"
         )
         return Report(
@@ -174,13 +174,13 @@ class Stages:
         from executors.models.pretrain import Recipe, pretrained_model, progress_bar
         from zosim.console import stderr
 
-        self._heading("a small language model of bytes, pretrained on text that Python brings along")
+        self._heading("a small byte-level language model, pretrained on text that comes with Python")
         recipe = self.recipe or Recipe()
         with progress_bar(recipe) as on_step:
             pretrained = pretrained_model(recipe, on_step=on_step)
         stderr.print(
             f"{pretrained.model.name}: {pretrained.bits_per_byte:.2f} bits per byte; "
-            f"its task: is a passage documentation or code?",
+            f"task: is a passage documentation or code?",
             markup=False,
         )
         return pretrained
@@ -191,7 +191,7 @@ class Stages:
         from zosim.hardware.profiles import profile_for
         from zosim.planning.views import simulation_view
 
-        self._heading("a first plan and its simulated step, from data sheets alone")
+        self._heading("a first plan and its simulated step, from data sheets only")
         profile = profile_for(topology, topology.compute_devices[0].id)
         stderr.print(simulation_view(self._decision(topology, profile, pretrained).chosen.planned))
 
@@ -201,8 +201,7 @@ class Stages:
         from zosim.hardware.profiles import save_host_profile, undisturbed_host_profile
 
         self._heading(
-            f"what this machine really does per second: measured for {self.calibration_s:.0f} s, and about a minute for "
-            "what goes with that"
+            f"calibration: {self.calibration_s:.0f} s of measurements of this machine, and about a minute of preparation"
         )
         device = topology.compute_devices[0].id
         with progress() as bar:
@@ -220,9 +219,9 @@ class Stages:
         if path is None:
             outcome = f"not saved: other processes disturbed {profile.disturbed_share:.0%} of the calibration"
             if earlier := undisturbed_host_profile(profile.device_name, profile.num_threads):
-                profile, outcome = earlier, f"{outcome}; the earlier one, which nothing disturbed, counts"
+                profile, outcome = earlier, f"{outcome}; predictions use the earlier, undisturbed profile"
             else:
-                outcome = f"{outcome}; predictions of this demo rest on it, and {self.out}/profile.json will hold it"
+                outcome = f"{outcome}; this demo predicts with it, and saves it as {self.out}/profile.json"
         stderr.print(
             f"{len(fit.residuals)} measurements fitted, median residual {fit.median_error:.0%}; {outcome}",
             markup=False,
@@ -233,7 +232,7 @@ class Stages:
         from zosim.console import stderr
         from zosim.planning.views import decision_view
 
-        self._heading("plans: first with all the memory there is, then with a limit between the two methods")
+        self._heading("plans: first with all memory, then with a limit that only offloaded plans meet")
         free = self._decision(topology, profile, pretrained)
         limit = _between(free)
         stderr.print(f"without a limit: {free.reasons[0]}", markup=False)

@@ -42,10 +42,10 @@ def summary_view(summary: dict[str, Any]) -> Table:
 
 def _describe_lost(lost: dict[str, Any]) -> str:
     """Return how many updates rounding undid, and where."""
-    text = f"{lost['lost_in_storage']:.1%} left a {lost['storage']} weight as it was"
+    text = f"{lost['lost_in_storage']:.1%} left a {lost['storage']} weight unchanged"
     if lost["transfer"] == lost["storage"]:
         return text
-    return f"{lost['lost_in_transfer']:.1%} vanished when it was rounded to {lost['transfer']}; {text}"
+    return f"{lost['lost_in_transfer']:.1%} vanished in rounding to {lost['transfer']}; {text}"
 
 
 def _describe_updates(updated: dict[str, Any]) -> str:

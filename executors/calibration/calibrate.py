@@ -146,7 +146,7 @@ def calibrate(
         )
     threads = num_threads or torch.get_num_threads()
     if threads < 1:
-        raise RunError(f"num_threads={threads} must be at least 1")
+        raise RunError(f"num_threads={threads} must be at least 1", hint="use the number of cores, or fewer")
     where = device_named(device)
     if where.type == "cpu":
         keep_freed_memory()

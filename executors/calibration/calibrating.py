@@ -206,14 +206,14 @@ def at_one_slowdown(
     disturbances: list[str] = []
     if slowdown is not None and (change := _change(slowdown, steps)) > UNDISTURBED:
         disturbances.append(
-            f"everything took {change:.2f} times as long after a while: steps were measured again"
+            f"the machine became {change:.2f} times as slow while it was measured: steps were measured again"
         )
         steps = min(steps, whole_steps(slowdown.fast_s), key=lambda some: _change(slowdown, some))
         still = _change(slowdown, steps)
         slowdown = replace(slowdown, ratio=max(slowdown.ratio, still), high=max(slowdown.high, still))
     elif slowdown is not None and change < 1 / UNDISTURBED:
         disturbances.append(
-            f"everything took {change:.2f} times as long after a while: operations were measured again"
+            f"the machine became {1 / change:.2f} times as fast while it was measured: operations were measured again"
         )
         measurements, slowdown = min((measurements, slowdown), kernels(), key=lambda item: item[1].fast_s)  # type: ignore[union-attr]
     return measurements, slowdown, steps, (*disturbances, *_disturbances(measurements, steps))
@@ -231,13 +231,13 @@ def _disturbances(measurements: Sequence[Measurement], steps: Sequence[WholeStep
     if bounds := [measurement.name for measurement in measurements if measurement.is_bound]:
         named = ", ".join(bounds[:_NAMED]) + (", ..." if len(bounds) > _NAMED else "")
         disturbances.append(
-            f"others disturbed {len(bounds)} of {len(measurements)} operations all the time ({named}): "
-            "what they took only bounds what they take"
+            f"other processes disturbed every measurement of {len(bounds)} of {len(measurements)} operations ({named}): "
+            "their times are upper bounds"
         )
     if disturbed := [step.foreign_cores for step in steps if step.is_disturbed]:
         disturbances.append(
-            f"others kept {fmean(disturbed):.1f} cores busy beside {len(disturbed)} of {len(steps)} whole steps, "
-            "which count as bounds"
+            f"other processes kept {fmean(disturbed):.1f} cores busy during {len(disturbed)} of {len(steps)} whole steps, "
+            "whose times are upper bounds"
         )
     return disturbances
 

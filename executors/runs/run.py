@@ -264,12 +264,12 @@ class Run:
             write_header(self.out, self.header)
             self._save_plan(programs)
         self._report(
-            f"going on after {history.num_steps} steps, from "
+            f"resuming after {history.num_steps} steps, from "
             + (f"the checkpoint of {checkpoint.num_steps}" if checkpoint else "the base weights")
         )
         if verified < history.num_steps:
             self._report(
-                f"{history.num_steps - verified} of these were not verified before the run ended, and are run again"
+                f"{history.num_steps - verified} of these were not verified before the run ended, and run again"
             )
         advance(session, history, verified)
         self.records = list(history.records[:verified])
@@ -308,7 +308,9 @@ class Run:
         plan = self.settings.plan
         has_replicas = plan.placement.world_size > plan.num_stages
         by = "only where ranks hold the same weights, at verifications" if has_replicas else "by nothing"
-        self._report(f"weights have no checksums: a bit that changes in memory is noticed {by} (--checksums)")
+        self._report(
+            f"weights have no checksums: a bit that flips in memory is detected {by}; add --checksums to detect it"
+        )
 
     def _programs(self) -> str:
         """Return the text of the run's programs, and note its digest in the header."""
@@ -401,8 +403,8 @@ class Run:
         """Remove unverified steps from the log: run again, they have other numbers."""
         if self._unverified:
             self._warn(
-                f"step {self._unverified[0].step} gives other numbers than logged: it and later steps run "
-                f"again; {REFUSED_NAME} keeps the old ones"
+                f"step {self._unverified[0].step} differs from its log: it and later steps run "
+                f"again; {REFUSED_NAME} keeps the old rows"
             )
             self._unverified.clear()
             if self.writes:

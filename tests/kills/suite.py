@@ -265,7 +265,7 @@ class Attempt:
         """Hold what a command said, and what it left in the log, against the log before it."""
         output, log = command.output, self._log()
         before = len(_steps(self._logged))
-        resumed = re.search(r"going on after (\d+) steps", output)
+        resumed = re.search(r"resuming after (\d+) steps", output)
         if resumed:
             self._expect(int(resumed[1]) == before, f"went on after {resumed[1]} steps, {before} were logged")
         kept = b"".join(_steps(self._logged))

@@ -156,13 +156,21 @@ def put(entry, value, *path):
         (("checks", 0, "asserts"), "fo > sparq", "asserts must be a list of comparisons, not 'fo > sparq'"),
         (("checks", 0, "asserts"), [], "asserts must be a list of comparisons, not []"),
         (("checks", 0, "asserts", 0), 3, "`3` is not a comparison"),
-        (("checks", 0, "rule"), "yes", "a check must have the keys role, title, asserts and may have faults, not"),
+        (
+            ("checks", 0, "rule"),
+            "yes",
+            "a check must have the keys role, title, asserts and may have faults, not",
+        ),
         (("checks", 0, "asserts", 0), "fo / spark < 3", "unknown column 'spark'"),
         (("checks", 0, "faults", 0, "column"), "spark", "unknown column 'spark'"),
         (("checks", 0, "faults", 0, "column"), ["fo"], "unknown column"),
         (("checks", 0, "faults", 0, "row"), "OPT-66B", "unknown row 'OPT-66B'"),
         (("checks", 0, "faults", 0, "value"), 15, "'a larger first-order run' changes nothing"),
-        (("checks", 0, "faults", 0), {"name": "a fault"}, "a fault must have the keys name, column, row, value, not"),
+        (
+            ("checks", 0, "faults", 0),
+            {"name": "a fault"},
+            "a fault must have the keys name, column, row, value, not",
+        ),
     ],
 )
 def test_a_malformed_row_is_refused_with_page_claim_and_value(entry, path, value, what):

@@ -188,7 +188,7 @@ def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> N
     assert (slowdown.ratio, seen[0].seconds, words) == (1.05, 1.1, "")
     slowdown, seen, words = go([1.0], [1.5, 1.0])
     assert (slowdown.ratio, seen[0].seconds) == (1.05, 1.0)
-    assert "1.50 times as long after a while: steps were measured again" in words
+    assert "1.50 times as slow while it was measured: steps were measured again" in words
     # It stays slow: that is the pace of now.
     slowdown, seen, words = go([1.0], [1.5, 1.6])
     assert (seen[0].seconds, slowdown.fast_s) == (1.5, 1e-4)
@@ -197,7 +197,7 @@ def test_what_the_slower_pace_saw_is_measured_again(steps: list[WholeStep]) -> N
     # Operations were all taken while another process had half of each core.
     slowdown, seen, words = go([1.5, 1.0], [1.0])
     assert slowdown.fast_s == 1e-4
-    assert "0.67 times as long after a while: operations were measured again" in words
+    assert "1.50 times as fast while it was measured: operations were measured again" in words
 
 
 @pytest.mark.slow
@@ -210,7 +210,9 @@ def test_steps_beside_other_processes_are_bounds_and_judge_nothing(
     assert [step.foreign_cores for step in measured] == [0.0, 0.05]  # the first was tried thrice
     disturbed = replace(steps[0], seconds=1e3, foreign_cores=0.9)
     words = at_one_slowdown(lambda: ([], None), lambda _: [disturbed, *steps])[3]
-    assert words == ("others kept 0.9 cores busy beside 1 of 3 whole steps, which count as bounds",)
+    assert words == (
+        "other processes kept 0.9 cores busy during 1 of 3 whole steps, whose times are upper bounds",
+    )
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     again = [replace(step, name=f"{step.name} again") for step in steps]
     alone, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [single], [*steps, *again])

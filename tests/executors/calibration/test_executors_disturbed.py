@@ -234,7 +234,7 @@ def test_the_demo_ends_on_a_busy_machine_and_says_what_its_prediction_rests_on(
     out, recipe = tmp_path / "demo", Recipe(num_blocks=2, hidden_size=32, num_steps=2, batch=2)
     outcome = Stages(out, 6, 1, 0, recipe=recipe, calibration_s=0.1).run()
     assert "not saved: other processes disturbed 66%" in " ".join(capsys.readouterr().err.split())
-    assert ("rests on a disturbed profile" in outcome.view().to_markdown()) != has_earlier
+    assert ("predicted from a disturbed profile" in outcome.view().to_markdown()) != has_earlier
     assert (outcome.data()["disturbed_share"] > 0) != has_earlier
     path = host_profile_path(GOOD.device_name, GOOD.num_threads)
     if has_earlier:

@@ -272,8 +272,8 @@ def test_what_nobody_verified_before_a_death_is_run_again(inputs, tmp_path, capf
         run_in_rank, replace(settings, run=merge(settings.run, RunOptions(resume=True))), world_size=num_ranks
     )
     output = " ".join(capfd.readouterr().err.split())
-    assert "going on after 4 steps" in output
-    assert "4 of these were not verified before the run ended, and are run again" in output
+    assert "resuming after 4 steps" in output
+    assert "4 of these were not verified before the run ended, and run again" in output
     logs = [
         [
             {name: value for name, value in row.items() if name != "seconds"}
@@ -285,7 +285,7 @@ def test_what_nobody_verified_before_a_death_is_run_again(inputs, tmp_path, capf
     assert resumed["digest"] == undisturbed["digest"]
     refused = tmp_path / "out" / "steps-refused.jsonl"
     if refused.exists():  # a fault that shows in no row so far leaves nothing wrong behind
-        assert "gives other numbers than logged" in output
+        assert "differs from its log" in output
         assert [json.loads(line)["step"] for line in refused.read_text().splitlines()][-1] == 3
 
 

@@ -287,4 +287,4 @@ def test_a_run_says_what_nothing_watches(inputs, tmp_path, capsys):
     assert "checksums" not in capsys.readouterr().err
     assert train(model, data, tmp_path / "not", "--residency", "resident", "--no-checksums") == 0
     output = " ".join(capsys.readouterr().err.split())
-    assert "weights have no checksums: a bit that changes in memory is noticed by nothing" in output
+    assert "weights have no checksums: a bit that flips in memory is detected by nothing" in output
