@@ -90,6 +90,7 @@ class ParamPass:
         self, theta: Tensor, z: Tensor, scale: int, epsilon: float, out: Tensor | None = None
     ) -> None:
         """Write ``θ + (s·z)·ε``, where every element of `z` is 1 or -1."""
+        # Rounded to the format of `theta` first, as each of the products would be.
         step = torch.mul(torch.ones((), dtype=theta.dtype), scale * epsilon).item()
         with torch.no_grad():
             torch.add(theta, z, alpha=step, out=theta if out is None else out)
@@ -151,6 +152,7 @@ class ParamPass:
         if isinstance(gradient, DeviceScalar):  # the step's size is not known here
             self.update(theta, z, gradient=gradient, learning_rate=learning_rate, weight_decay=None)
             return
+        # Two roundings, as the products ``g·z`` and ``η·(g·z)`` have; a sign changes neither.
         step = torch.ones((), dtype=theta.dtype).mul_(gradient).mul_(learning_rate).item()
         with torch.no_grad():
             theta.add_(z, alpha=-step)
@@ -322,7 +324,10 @@ def gathered_several(thetas: Sequence[Tensor], zs: Sequence[Tensor], step: float
 
 
 def gathered(theta: Tensor, z: Tensor, scales: tuple[int, ...], epsilon: float) -> Tensor:
-    """Return a copy of `theta` after the perturbations by each of `scales` in turn."""
+    """Return a copy of `theta` after the perturbations by each of `scales` in turn.
+
+    All are done, though they add up to one: every addition rounds, and the rows must have the bits of the table itself.
+    """
     rows = theta.clone()
     for scale in scales:
         rows.add_(torch.mul(z, scale * epsilon, out=torch.empty_like(rows)))

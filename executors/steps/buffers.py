@@ -55,12 +55,12 @@ class ParamSection:
     alignment_bytes: int
 
     def size_bytes(self, dtype: str) -> int:
-        """Return what a program reserves for a perturbation of the part, or for the part as numbers."""
+        """Return the bytes that a program reserves for a perturbation of the section, or for the section as numbers."""
         num_elements = sum(t.num_elements for t in self.tensors)
         return bucket_bytes(num_elements, len(self.tensors), dtype, self.alignment_bytes)
 
     def stored_bytes(self, dtype: torch.dtype) -> int:
-        """Return what a program reserves for the part, numbers of which are in this format."""
+        """Return the bytes that a program reserves for the section as it is stored, its numbers in this format."""
         pieces = (piece for tensor in self.tensors for piece in tensor.pieces(dtype).values())
         sizes = [prod(shape) * kind.itemsize for shape, kind in pieces]
         return aligned(sum(sizes) + len(sizes) * (self.alignment_bytes - 1), self.alignment_bytes)
@@ -102,15 +102,15 @@ class ParamSection:
 
 @dataclass(frozen=True)
 class PlacedSection:
-    """A part at its place in a buffer, or a perturbation of it.
+    """A section at its place in a buffer, or a perturbation of it.
 
     Attributes
     ----------
     flat : torch.Tensor
         Its bytes as one tensor, from the first element to the last, gaps included.
     views : tuple of torch.Tensor
-        One per parameter, in the parameter's shape; of one that is no numbers, the bytes of its largest tensor.
-    section : Part
+        One per parameter, in the parameter's shape; of a quantized one, the bytes of its largest tensor.
+    section : ParamSection
     held : tuple of Stored
         What each parameter is; nothing of a perturbation.
     packed : tuple of PackedValues
@@ -228,7 +228,7 @@ class BufferStore:
         return self._program.buffer(access.buffer).dtype
 
     def placed(self, access: Access) -> PlacedSection:
-        """Return the part of a group that an access names, at its place."""
+        """Return the section that an access names, at its place."""
         section = self.section(access)
         key = (access.buffer, access.offset_bytes, section.what)
         placed = self._placed.get(key)
@@ -273,7 +273,7 @@ class BufferStore:
         return self.sections[ParamGroupWeights(group)]
 
     def section(self, access: Access) -> ParamSection:
-        """Return the part that an access to weights or to a perturbation names."""
+        """Return the section that an access to weights or to a perturbation names."""
         what = parameters_of(access.what)
         assert what is not None
         return self.sections[what]
@@ -290,7 +290,7 @@ class BufferStore:
         return [buffer for buffer in self._program.buffers if buffer.name in names]
 
     def _shares(self) -> dict[ParamGroupWeights | FrozenWeights, int]:
-        """Return the equal shares into which each part is cut that ranks share out."""
+        """Return the number of equal shares of each section that ranks share out."""
         shared = [access for _, access in self._accesses() if access.share and self.is_weights(access)]
         return {self.section(access).what: self._program.process_groups[access.share] for access in shared}
 
@@ -317,6 +317,7 @@ class BufferStore:
         buffer = self._program.buffer(access.buffer)
         wanted = section.size_bytes(buffer.dtype)
         if self.is_weights(access):
+            # Formats of less than a byte hold perturbations alone: no size of weights fits them.
             dtype = TORCH_DTYPES.get(self._numbers_in(access))
             wanted = -1 if dtype is None else section.stored_bytes(dtype)
             wanted = aligned(wanted, section.alignment_bytes * self._num_shares.get(section.what, 1))
@@ -350,7 +351,7 @@ class BufferStore:
 
 
 def _placed(memory: Tensor, section: ParamSection, dtype: str) -> PlacedSection:
-    """Return a part at its place: every tensor that a parameter is stored as is aligned."""
+    """Return a section at its place: every tensor that a parameter is stored as is aligned."""
     offset = 0
 
     def taken(shape: Sequence[int], kind: torch.dtype) -> Tensor:
@@ -394,7 +395,7 @@ def _sections_of(
 
 
 def runs_alike(placed: PlacedSection, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:
-    """Return stretches (begin, end, trait) of a part whose parameters have a trait in common."""
+    """Return stretches (begin, end, trait) of a section whose parameters have a trait in common."""
     dtype = format_of(placed.flat.dtype)
     bounds = placed.section.offsets(dtype)
     runs: list[tuple[int, int, Trait]] = []

@@ -76,10 +76,10 @@ class WeightChecksums:
 
     Notes
     -----
-    The checksum is a weighted sum of the bits as 64-bit integers, modulo 2^64 (:func:`bit_sum`): a difference in one bit always changes
-    it, and words that changed places do. Weights
-    that are shared out have one for each share, since each share has one writer. With `every_change`, a change in place
-    reads the weights twice more: before, and after. Nothing is read back from a device before :meth:`disturbances`.
+    The checksum is a weighted sum of the bits as 64-bit integers, modulo 2^64 (:func:`bit_sum`). One changed bit always changes
+    it, and so do words that change places. Weights that are shared out have one for each share, since each share has one writer.
+    With `every_change`, a change in place reads the weights twice more: before, and after. Nothing is read back from a device
+    before :meth:`disturbances`.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class WeightChecksums:
             for access in read:
                 self._verify(access, where, frame.step)
             action(frame)
+            # Without `every_change`, weights in a staging buffer have no checksum from their first change to their offload.
             for access in written:
                 if self._every_change:
                     self._checksums[_location(access)] = self._checksum(access)
@@ -145,6 +146,7 @@ class WeightChecksums:
 
         def carry(frame: StepFrame) -> None:
             for read, write in pairs:
+                # Taken before the copy, so that bits which change on the way are noticed by whoever reads the copy.
                 checksum = self._checksums.get(_location(read))
                 if checksum is None and write.buffer in self._shared:
                     checksum = self._checksum(read)
@@ -208,10 +210,10 @@ def bit_sum(raw: Tensor, num_shares: int = 1, kept: Kept | None = None) -> Tenso
 
     Notes
     -----
-    Few words have a weight each. Many lie in rows of :data:`_COLUMNS`, and the word in row ``i`` and column ``j`` counts ``cⱼ + uᵢ``
-    times, modulo 2^64, so that sums of rows and of columns are enough. All weights are odd: one bit always changes the sum. They
-    are drawn: two words that change places do, unless they agree in all but their highest bits. Of pairs that differ in bit ``b``
-    and in no lower one, one in 2^(63 - b) goes unnoticed.
+    Few words have a weight each. Many lie in rows of :data:`_COLUMNS`. The word in row ``i`` and column ``j`` counts ``cⱼ + uᵢ``
+    times, modulo 2^64, so sums of rows and of columns are enough. All weights are odd: one bit always changes the sum. They
+    are random: so do two words that change places, unless they agree in all but their highest bits. Of pairs that differ in
+    bit ``b`` and in no lower one, one in 2^(63 - b) goes unnoticed.
     """
     words = raw.view(torch.int64)
     kept = {} if kept is None else kept

@@ -98,9 +98,9 @@ class Graphs:
 
     Notes
     -----
-    torch hands out 32 native streams in turn, so a stream that is asked for at a capture may be one that copies or draws. Kernels
-    of other threads would then become part of the graph, and cuBLAS, which has a workspace for each stream, would write into one
-    that other products use while the graph is replayed.
+    torch hands out 32 native streams in turn, so a stream that is requested for a capture may be one that copies or samples. Kernels
+    of other threads would then become part of the graph. A replay would also share cuBLAS's workspace of that stream with
+    products that run at the same time.
 
     Graphs that are replayed on one stream share a pool, since their temporaries are never in use at once. All graphs live until
     :meth:`close`: a pool whose last graph is gone cannot be captured into again.
@@ -205,6 +205,7 @@ class Graphs:
             launch(*generators)
             return
         if entry.graph is None:
+            # Capturing launches nothing: the graph is replayed below, or the kernels are launched one by one.
             entry.graph, entry.captured_for = self._capture(launch, generators), caller
             if entry.graph is None:
                 entry.is_refused = True

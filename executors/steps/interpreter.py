@@ -104,6 +104,7 @@ class Interpreter:
         )
         on_disk = [buffer for buffer in program.buffers if buffer.space == Space.DISK]
         self._disk = DiskFile(on_disk, disk_directory) if on_disk else None
+        # Pinned together before any is allocated: one by one, each would take up to twice its size.
         roles = ("weights", "disk buffers")
         at_rest = [b for b in program.buffers if b.space == Space.HOST and b.role in roles and not b.shared]
         backend.reserve([buffer.size_bytes for buffer in at_rest])
@@ -168,7 +169,8 @@ class Interpreter:
 
         Parameters
         ----------
-        batch : mapping
+        batch : mapping of str to torch.Tensor
+            ``input_ids``, ``labels`` and ``attention_mask``, each of shape (sequences, tokens), on the host.
         seeds : sequence of int
             One per perturbation.
         learning_rate : float
@@ -177,7 +179,12 @@ class Interpreter:
         Returns
         -------
         StepFrame
-            With its losses and projected gradients.
+            With its losses and projected gradients, numbers of a device perhaps still on their way.
+
+        Raises
+        ------
+        RunError
+            If the number of seeds is not that of perturbations, or an instruction fails.
         """
         self._check_perturbations(seeds)
         return self._advance(self._frame_of(seeds, learning_rate, batch))
@@ -229,6 +236,7 @@ class Interpreter:
 
     def _advance(self, frame: StepFrame) -> StepFrame:
         if self._frame is None:
+            # After a load or a flush the model is bound to where the weights rest, which the step may free.
             held = [*self.program.initial, *self.program.final]
             self._context.let_go([access for access in held if self.store.is_weights(access)])
             self._run("prologue", StepFrame(self._next_step))
@@ -319,7 +327,7 @@ class Interpreter:
         now: dict[str, Ticket],
     ) -> Task:
         after = [now[name] for name in item.waits]
-        # The first step has none before it.
+        # The first step, and the first after a flush, have no step before them.
         after += [before[name] for name in item.waits_before if name in before]
         task = Task(item.instruction, phase, frame.step, partial(item.action, frame), after)
         memory = self._host_memory
@@ -379,6 +387,7 @@ class Interpreter:
         streams = {instruction.id: instruction.stream for instruction in instructions}
         resolved = []
         for instruction in instructions:
+            # A stream runs its own instructions in order: only those of other streams are waited for.
             waits = tuple(
                 d.instruction
                 for d in instruction.after

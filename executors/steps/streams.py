@@ -270,6 +270,7 @@ class CpuBackend(Backend):
         """Queue what runs beside compute, then compute."""
         tickets: dict[str, Ticket] = {}
         compute: list[tuple[Task, _Event]] = []
+        # The calling thread is the compute stream, so the other streams get all of their tasks before it starts.
         for make in tasks:
             task, event = make(tickets), _Event()
             tickets[task.instruction.id] = event
@@ -305,7 +306,7 @@ class CpuBackend(Backend):
             if task.done is not None:
                 task.done()
         except Exception as error:  # noqa: BLE001 - whatever went wrong is reported with the instruction's name
-            # Who waited for a failed task reports that failure, not one of its own.
+            # A task that waited for a failed one reports that failure, not one of its own.
             waited_for_it = self._failure is not None and error is self._failure
             self._failure = self._failure if waited_for_it else (self._failure or failure_of(task, error))
             event.finish(self._failure)

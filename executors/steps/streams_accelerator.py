@@ -92,8 +92,8 @@ class AcceleratorBackend(Backend):
     dependency between two streams. The host waits for the device where it needs a number of it (:meth:`read`), and in
     :meth:`drain`.
 
-    What waits for another rank is issued when that one is so far. So that only its stream waits, every stream but
-    compute then has a thread that issues its tasks, and one that tells others what has finished.
+    A task that waits for another rank is issued when that rank is ready. So that only its stream waits, every stream but
+    compute then has a thread that issues its tasks, and one that tells other ranks what has finished.
 
     Raises
     ------
@@ -184,6 +184,7 @@ class AcceleratorBackend(Backend):
             task, ticket = make(tickets), _EventTicket()
             tickets[task.instruction.id] = ticket
             made.append((task, ticket))
+        # Once a stream has a thread, its tasks stay there: two issuers would not keep their order.
         if not self._threads and not any(_takes_others(task) for task, _ in made):
             for task, ticket in made:
                 self._issue(task, ticket)
@@ -218,6 +219,7 @@ class AcceleratorBackend(Backend):
 
     def _issue(self, task: Task, issued: _EventTicket) -> None:
         stream = self._streams[task.instruction.stream]
+        # Events order streams on the device; only tickets of other ranks hold up this thread.
         for ticket in task.after:
             # What the host itself does waits until the device has done what comes before.
             if isinstance(ticket, _EventTicket) and task.instruction.stream not in DISK_STREAMS:
@@ -241,6 +243,7 @@ class AcceleratorBackend(Backend):
             self._timed.append((what, len(self._origins) - 1, start, end))
         issued.issue(end)
         if task.done is not None:
+            # Other ranks are told by a thread of its own, which waits for the device in this one's place.
             self._thread(f"{task.instruction.stream}-done").put(partial(_notify, end, task.done))
 
     def _add_origin(self) -> None:

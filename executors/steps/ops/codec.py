@@ -1,7 +1,7 @@
-"""What crosses a boundary between two stages: encoded, sent, received and decoded, as a program says.
+"""Boundary activations between stages: encoded, sent, received and decoded, as a program says.
 
-A message has the tensors of every micro-batch in turn, each as its codec's own message, which says of itself what it is
-and how long. Inside a block the activation comes before the residual stream.
+A message has the tensors of every micro-batch in turn, each as its codec's own message, which states its type and its
+length. Inside a block the activation comes before the residual stream.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class BoundaryActions:
                 for number, handed in enumerate(parts):
                     generator = self._generator(frame, wire, number)
                     tensors = _each(handed)
+                    # Between blocks only the residual stream is sent, whose codec is the last.
                     for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
                         contents.append(used.quantised(tensor, generator))
                 message = torch.cat(messages_of(contents))

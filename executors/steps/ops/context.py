@@ -151,6 +151,7 @@ class Context:
             placed = self.store.placed(access)
             if self._bound.get(placed.section.what) is not placed:
                 bind(placed.section.tensors, placed.held)
+                # Compared by identity: a buffer that was freed and allocated anew is another place.
                 self._bound[placed.section.what] = placed
 
     def let_go(self, accesses: Sequence[Access]) -> None:

@@ -29,6 +29,7 @@ class Copies:
         store, move = self._context.store, self._mover(instruction.stream)
 
         def copy(_frame: StepFrame) -> None:
+            # Looked up in every step: a buffer that is freed and allocated has other memory.
             for source, target in pairs:
                 move(store.raw(target), store.raw(source))
 

@@ -113,6 +113,7 @@ class Forwards:
             outputs: list[Handed] = []
             with context.reading(weights):
                 for part in context.loaded.parts:
+                    # Where another stage embeds, nothing has recorded yet what blocks are called with.
                     if is_graph and part.cache.calls and handed and isinstance(handed[0], Tensor):
                         entering = as_tensor(handed.pop(0))
                         outputs.append(self._by_graph(instruction, len(outputs), part, entering, weights))
@@ -199,6 +200,7 @@ class Forwards:
             if frame.replayed:
                 return
             context.bind(weights)
+            # By parameter: what its linear layer adds for each point.
             paths = {}
             for group, scales in groups:
                 # The base reads any perturbation, times nothing.
@@ -368,6 +370,7 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
     By instruction and group.
     """
     paths: dict[tuple[str, str], _Path] = {}
+    # Forwards of a group that still wait for the group to arrive at their point.
     gathering: dict[str, list[_Gathering]] = {}
     for instruction in program.step:
         op = instruction.op
@@ -384,6 +387,7 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
                 if read.what.group != group or group not in gathering:
                     continue
                 step = [(op.perturbation, op.scale)] if isinstance(op, Perturb) else []
+                # A cast carries the perturbations so far to another place; a perturbation adds one.
                 for entry in gathering[group]:
                     steps = entry.steps[location_of(left)] = [*entry.steps.get(location_of(read), []), *step]
                     if step and entry.eval_point == eval_point:

@@ -42,6 +42,7 @@ class ParamPasses:
             (i.op.perturbation for i in program.step if isinstance(i.op, Scalar)), default=-1
         )
         param_passes = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
+        # All passes share one scratch memory, so they must follow each other: on the stream of the first.
         self._streams = {i.stream for i in param_passes[:1]}
         samples = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Sample)}
         self._signs = {

@@ -53,6 +53,7 @@ class Sampling:
         )
         self._factors: FactorSampler | None = None
         samples = [i for _, i in context.program.instructions() if isinstance(i.op, Sample) and i.op.rank]
+        # All groups share a sampler, which keeps factors over a lazy interval: one stream may use it.
         self._factor_streams = {i.stream for i in samples[:1]}
 
     def sample(self, instruction: Instruction) -> Action:
@@ -125,6 +126,7 @@ class Sampling:
         source, before, after = _states(op, instruction)
         sequential = self._sampler(op, wanted)
         fill = self._fill(op, sequential, wanted)
+        # Where the states at the marks are kept, threads continue from all of them at once.
         again = (
             self._fill_again(op, sequential, wanted) if source and not before and op.keep == "all" else None
         )
@@ -158,6 +160,7 @@ class Sampling:
             numels = [length for _, length in self._stretches(wanted[0], sampler)]
         else:
             numels = [tensor.num_elements for tensor in self._section(op).tensors]
+        # Smaller groups are not worth sharing among threads.
         is_shared = self._device.type == "cpu" and sum(numels) >= SHARED_SAMPLING_ELEMENTS
         return SequentialSampler(numels, sampler, NUM_RNG_MARKS if is_shared else 1, self._context.threads)
 
