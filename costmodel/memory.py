@@ -147,9 +147,9 @@ def pinned_slabs(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
 
     Notes
     -----
-    torch rounds pinned memory up to a power of two, so that forty blocks of 0.6 GiB each take a GiB. Either one slab takes all
-    that is left, or the largest power of two that is not too large takes what fits into it, and the rest is cut in the same way,
-    whichever wastes less.
+    torch rounds pinned memory up to a power of two, so each of forty blocks of 0.6 GiB would take a GiB. At each step there
+    are two choices: one slab for all that is left, or the largest power of two below that, filled, and the rest divided in
+    the same way. The one that wastes less is taken.
 
     References
     ----------

@@ -91,8 +91,8 @@ _HOPPER: Mapping[AttentionWay, tuple[float, float]] = {
     ("cudnn", "forward"): (0.97, 0.05),
     ("cudnn", "backward"): (0.67, 0.09),
 }
-"""On H100 FlashAttention 2, which does not know Hopper's asynchronous products, reaches about 325 Tflop/s with heads of 64 and
-370 with heads of 128, of 989, and backwards 30 %; FlashAttention 3 reaches 497, 648 and 756 with heads of 64, 128 and 256, and
+"""On an H100 of 989 Tflop/s, FlashAttention 2 reaches about 325 with heads of 64 and 370 with heads of 128, and backwards 30 %:
+it does not use Hopper's asynchronous products. FlashAttention 3 reaches 497, 648 and 756 with heads of 64, 128 and 256, and
 backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is taken to be as much faster as on an H20
 (https://github.com/Dao-AILab/flash-attention/issues/1310)."""
 

@@ -1,7 +1,7 @@
 """Seconds that a codec takes on both sides of a boundary, and which encoding is fastest over a link.
 
-The work of a codec is a count for each of its constants, so that its time is their product, and a set of timed works
-determines the constants by least squares.
+The work of a codec is a count for each of its constants. Its time is the sum of counts times constants, and a set of
+timed works determines the constants by least squares.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Distribution:
     rank_power, update_rank_power : float
         A matrix is ``U·Vᵀ·r^rank_power``; an update goes along it times ``r^update_rank_power``.
     is_resampled : bool
-        Whether the update draws the factors again from a sequence that holds ``U`` alone, also in a step that draws ``V``
-        anew, whose ``U`` is then another one.
+        Whether the update samples the factors again, from a sequence that holds ``U`` alone. In a step that samples ``V``
+        anew, that is another ``U``.
     """
 
     name: str

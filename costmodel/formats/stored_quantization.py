@@ -1,8 +1,8 @@
 """Models that another tool has quantized: how their ``config.json`` describes the stored weights.
 
-Four layouts are known: that of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ's, AWQ's, and one
-of zosim's own, for quantized values that none of these has a place for. What has no counterpart among a plan's low bits is refused here, before a weight is read; the tensors themselves are
-read by :mod:`executors.models.quantised`.
+Four layouts are known: those of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ and AWQ, and
+zosim's own. The last is for quantized values that none of the others can hold. What has no counterpart among a plan's low bits
+is refused here, before a weight is read. The tensors are read by :mod:`executors.models.quantised`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from costmodel.formats.low_bits import QuantConfig
 
 Layout = Literal["packed", "bytes", "gptq", "gptq_v2", "awq", "zosim"]
-"""How quantized values lie in files: 32 after the other in 32-bit words along a row, each in a byte, in words as GPTQ and AWQ have them, or as
-zosim has them in memory."""
+"""How quantized values lie in files: packed along a row into 32-bit words, one in a byte, in words as GPTQ and AWQ order them,
+or as zosim has them in memory."""
 
 OWN_WEIGHTS_NAME, EARLIER_WEIGHTS_NAME = "quantized.safetensors", "codes.safetensors"
 """File of zosim's own layout. Under a name that no other tool looks for: one that ignores ``quantization_config`` finds no weights."""

@@ -1,8 +1,8 @@
 """What a first-order step adds to a forward: what it keeps, the backward's work, and the optimizer's memory and passes.
 
-A backward needs of every operation what its derivative needs, and nothing else: a linear layer and a norm their input,
-a product of two tensors both, softmax its output, ReLU its output (which is the next linear's input), other activation
-functions their input, dropout a mask of one byte. What two operations need alike is kept once. For a block with GELU,
+A backward needs of every operation what its derivative needs, and nothing else. A linear layer, a norm and most activation
+functions need their input, a product of two tensors needs both. Softmax and ReLU need their output, and dropout a mask of
+one byte. ReLU's output is the next linear's input, and what two operations need is kept once. For a block with GELU,
 stored scores and dropout, in half precision, that is ``s·b·h·(34 + 5·a·s/h)`` bytes [1]_. Real code may keep more (norms
 written out kernel by kernel do), so these are lower bounds.
 

@@ -1,8 +1,8 @@
 """Work of one segment's forward pass, kernel by kernel as transformers' modelling code launches it.
 
-The account follows the eager PyTorch code of transformers 5 under ``torch.no_grad`` and in evaluation mode,
-including temporaries that Python keeps alive to the end of a function (the attention probabilities of the
-``eager`` implementation, for one). Masks are those of unpadded batches unless `padded`.
+The account follows the eager PyTorch code of transformers 5 under ``torch.no_grad`` and in evaluation mode. It includes
+temporaries that Python keeps alive to the end of a function, such as the attention probabilities of the ``eager``
+implementation. Masks are those of unpadded batches unless `padded`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def forward_work(
 
     Notes
     -----
-    The head's logits are upcast to float32 and normalised into a second float32 copy before the loss picks its
-    terms, so half-precision logits of ``T`` tokens over a vocabulary of ``V`` need ``(2 + 4 + 4) T V`` bytes; those of
-    a masked model, which are normalised as they are, ``(2 + 2) T V``.
+    The head's logits are upcast to float32, and normalised into a second float32 copy before the loss picks its terms.
+    So half-precision logits of ``T`` tokens over a vocabulary of ``V`` need ``(2 + 4 + 4) T V`` bytes. Those of a masked
+    model are normalised as they are, and need ``(2 + 2) T V``.
     """
     if segment not in spec.segments:
         message = f"model {spec.name} has no segment {segment!r}"

@@ -121,10 +121,10 @@ def fit_profile(
 
     Notes
     -----
-    A robust fit in log space (:mod:`costmodel.rates.fitting`) under the soft L1 loss, with the base profile's values and half intervals
-    (in logs) as the prior, and the measurements' weights over :data:`NOISE`. Intervals are twice the posterior's standard deviation, widened by
-    the spread of the residuals of those measurements that the constant matters to: a model that explains its data
-    within 20 % must not claim 1 %. A measurement that is a bound counts only where the prediction exceeds it.
+    A robust fit in log space (:mod:`costmodel.rates.fitting`) under the soft L1 loss. The base profile's values and half intervals,
+    in logs, are the prior; measurements count by their weights over :data:`NOISE`. Intervals are twice the posterior's standard
+    deviation, widened by the spread of the residuals that the constant matters to: a model that explains its data within 20 %
+    must not claim 1 %. A measurement that is a bound counts only where the prediction exceeds it.
     """
     fitted = [m for m in measurements if not m.contended]
     if not fitted:
@@ -342,9 +342,9 @@ def with_copy_cores(profile: Profile, measurements: Sequence[Measurement]) -> tu
 
     Notes
     -----
-    While a copy runs, a product that wants all ``n`` cores loses a part ``L = 1 - alone / beside`` of its speed, for
-    ``r`` times as long as the copy takes alone. Where threads share cores evenly, a copy that takes ``c`` of them makes
-    both slower by ``(n + c) / n``, and the product loses ``c / n`` of the copy's time: ``c = n L r``.
+    While a copy runs, a product that wants all ``n`` cores loses a part ``L = 1 - alone / beside`` of its speed. It does so
+    for ``r`` times as long as the copy takes alone. Where threads share cores evenly, a copy that takes ``c`` of them makes both
+    slower by ``(n + c) / n``. The product then loses ``c / n`` of the copy's time: ``c = n L r``.
     """
     alone = {m.name: m.seconds for m in measurements if not m.contended}
     slowed = {m.work.copy_bytes > 0: m for m in measurements if m.contended}

@@ -43,11 +43,16 @@ class Measurement:
 
     Notes
     -----
-    The fit wants, for each compute format, matrix products from small to large (rate and ``matmul_half_dim``), one
-    that only reads (``memory_bandwidth``), fused attention, sampling of each distribution, passes over parameters and element-wise
-    passes over buffers far larger and far smaller than ``cache_bytes``, many tiny kernels (``dispatch_s``), copies
-    each way from tiny to large, large and tiny allocations, an empty instruction, and forwards of whole segments,
-    which weigh the parts as a model mixes them. What is missing keeps the base profile's value and interval.
+    For each compute format the fit needs:
+
+    - matrix products from small to large (rate and ``matmul_half_dim``), and one that only reads (``memory_bandwidth``);
+    - fused attention, and sampling of each distribution;
+    - passes over parameters, and element-wise passes over buffers far larger and far smaller than ``cache_bytes``;
+    - many tiny kernels (``dispatch_s``), and an empty instruction;
+    - copies each way from tiny to large, and large and tiny allocations;
+    - forwards of whole segments, which weigh all these as a model mixes them.
+
+    What is missing keeps the base profile's value and interval.
     """
 
     name: str

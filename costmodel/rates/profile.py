@@ -150,8 +150,8 @@ CONSTANT_UNITS: dict[str, str] = {
 ``gather_s``
     What it takes to get a CPU's threads together for one kernel, and apart.
 ``dispatch_s``, ``product_s[.<dtype>]``, ``call_s.<batch|embed|block|head|collective>``, ``instruction_s``, ``step_s``
-    Host time per kernel, per matrix product besides, per batch taken up, segment of model code entered and collective called, per instruction of a
-    program (to issue it, to begin and to end it), per training step.
+    Host time per kernel; per matrix product besides; per batch taken up, segment of model code entered and collective called.
+    Then per instruction of a program, to issue it, to begin and to end it; and per training step.
 ``copy_*``
     Host to device and back, the first ``cache_bytes`` of each copy at the cache's bandwidth; on a CPU a copy is a thread that takes ``copy_cores`` cores.
 ``pin_bandwidth``
@@ -161,8 +161,8 @@ CONSTANT_UNITS: dict[str, str] = {
     then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
     the same.
 ``reference_s``, ``slowdown``, ``slowdown_part.<type of work>``
-    What a reference computation takes at full speed, how many times as long it took at the speed that the rates are for, and
-    the part of that slowing that a kind of work sees: see :mod:`costmodel.rates.slowdown`.
+    What a reference computation takes at full speed, and how many times as long it took at the speed that the rates are for.
+    The third is the part of that slowing that a type of work sees: see :mod:`costmodel.rates.slowdown`.
 ``message_s``, ``loopback_bandwidth``, ``busy_latency_s``, ``busy_core_s``
     Of exchanges among ranks: time of a small message besides a link's latency, and what passes per second between
     two CPU ranks of one host; what a message within a host takes besides while all its cores compute, and what their work loses to it.
@@ -195,9 +195,10 @@ _OPTIONAL_CONSTANTS = frozenset(
         "pin_bandwidth",
     }
 )
-"""Without them, those codec constants count that come with the package, passes over quantized values take as their bytes do, ranks do not slow each other down, their messages
-wait for no core, generators do not jump, and are shared and seeded in no time, there is one pace, a causal mask halves attention, power limits
-nothing, the efficiency of products is smooth, and nothing is said of the time that pinning and compacting take."""
+"""What a profile may lack. Codecs then have the constants that come with the package, and passes over quantized values take as
+long as their bytes. Ranks do not slow each other down, and their messages wait for no core. Generators do not jump, and
+are shared and seeded in no time. There is one speed; a causal mask halves attention; power limits nothing; and the
+efficiency of products is smooth. Pinning and compacting have no predicted time."""
 
 _MEMORY_CONSTANTS = frozenset({"context_bytes", "allocator_slack", "allocation_granularity"})
 _UNTRIED_CONSTANTS = frozenset(

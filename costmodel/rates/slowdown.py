@@ -1,8 +1,8 @@
-"""The pace of a CPU, and what a profile says at another one.
+"""The slowdown of a CPU, and what a profile predicts at another one.
 
-Cores of a virtual machine may be hardware threads whose siblings belong to other tenants: while those are busy, everything takes
-longer, and kinds of work unlike. A profile holds the pace that its rates are for, as times what a reference computation
-takes at full speed, and how far each kind of work follows the reference.
+Cores of a virtual machine may be hardware threads whose siblings belong to other tenants. While those are busy, everything takes
+longer, and types of work by different factors. A profile holds the slowdown that its rates are for: how many times as long
+a reference computation takes as at full speed. It also holds how far each type of work follows the reference.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def connect(
 
     Notes
     -----
-    The host reads a step's scalars before it issues the next step, so every stream's first instruction of a
-    step waits for the last compute instruction of the step before.
+    The host reads a step's scalars before it issues the next step. So every stream's first instruction of a step waits for
+    the last compute instruction of the step before.
     """
     # The step is connected behind itself: what holds there holds between any two steps.
     derive = connected_by_conflicts if overlap else _chained

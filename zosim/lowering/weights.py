@@ -4,8 +4,8 @@ One state of them is perturbed from point to point where it lies, or a copy is w
 
 Examples
 --------
-In place, three perturbations bring the weights from the base to one sign, to the other and back; copies are written for each
-sign by itself, from weights that stay as they are:
+In place, three perturbations bring the weights from the base to one sign, to the other, and back. Copies are written for each
+sign on its own, from weights that stay as they are.
 
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower

@@ -2,8 +2,8 @@
 
 Blocks are alike, so the instructions of a model with two blocks tell those of all: what the first and the second block
 add to every stream, buffer and shared resource is known from them. A step is then a graph in which a block is a position
-(:mod:`zosim.planning.block_graph`). Nothing waits here that does not wait in the program's own graph, so the period
-is a lower bound of the closed form's, and with it of the simulated step: peers, contention and dependencies between
+(:mod:`zosim.planning.block_graph`). Nothing waits here that does not wait in the program's own graph. So the period
+is a lower bound of the closed form's, and with it of the simulated step. Peers, contention and dependencies between
 distant blocks can only add to it. Memory is exact.
 
 Examples
@@ -75,8 +75,8 @@ class BlockBound:
 class BlockBounder:
     """Makes lower bounds of plans for one model, the same only once.
 
-    What a rank does depends on how many points and sequences it forwards, not on which, and its time on its machine's
-    figures, not on the names of its resources.
+    What a rank does depends on how many points and sequences it forwards, not on which. Its time depends on its machine's
+    figures, not on the names of its resources. So ranks and plans that agree in these share one bound.
     """
 
     def __init__(self, model: ModelSpec) -> None:

@@ -65,9 +65,9 @@ class Execution:
 class BlockGraph:
     """Who waits for whom in a step.
 
-    The first position of a step has a node for each stream, where it waits for the host, one for the exchange of losses and one for each
-    message; the last two end when peers say. An instruction that others take part in is two nodes: the second, numbered as it is, ends
-    when they have come as well.
+    The first position of a step has a node for each stream, where it waits for the host. It also has one for the exchange of
+    losses and one for each message, which end when peers say. An instruction that other ranks take part in is two nodes: the
+    second, with the instruction's own number, ends when they have arrived, too.
 
     Parameters
     ----------

@@ -160,9 +160,9 @@ def footprint(program: Program, profile: Profile, bound: Bound = "central") -> F
 
     Notes
     -----
-    Every buffer is counted as if all were alive at once, together with the largest workspace. Only buffers that
-    are allocated anew and hidden states at the edges of a step are ever absent, so this is an upper bound on what
-    a timeline's memory curve shows, and close to it.
+    Every buffer is counted as if all were alive at once, together with the largest workspace. This is an upper bound on
+    what a timeline's memory curve shows, and close to it. Only buffers that are allocated anew, and hidden states at the
+    edges of a step, are ever absent.
     """
     workspace = max((i.work.workspace_bytes for _, i in program.instructions()), default=0)
     return footprint_of(program.buffers, workspace, profile, bound)
@@ -239,8 +239,8 @@ class Pinning(NamedTuple):
 def pinning(programs: ProgramSet, profile: Profile) -> Pinning | None:
     """Return what pinning takes before the first step; None on a CPU, and where the profile does not know how fast it is.
 
-    Ranks of one host are taken to pin at once without holding each other up, which a system that has one lock for all of its
-    memory may not let them.
+    Ranks of one host are taken to pin at the same time without slowing each other down. A system with one lock for all of
+    its memory is slower.
     """
     if profile.device_type != "gpu" or "pin_bandwidth" not in profile.values():
         return None

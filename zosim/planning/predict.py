@@ -61,8 +61,8 @@ class Prediction:
     Attributes
     ----------
     step_time_s, low_s, high_s : float
-        Steady step time, that of the slowest rank, and where it lies if every constant of the profiles is at the end
-        of its interval that makes things fastest, or slowest.
+        Periodic step time of the slowest rank. Its bounds have every constant of the profiles at the fastest, or at the
+        slowest end of its interval.
     tokens_per_s : float
         Each token counted once per step, although it is forwarded at every evaluation point.
     footprints : Footprints

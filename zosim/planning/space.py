@@ -67,8 +67,10 @@ _FEW_HOSTS = 4
 def placements(request: Request) -> Iterator[Plan]:
     """Yield every plan that the request admits, those of few ranks first.
 
-    All of them compute the same losses and updates, except those with a narrower transfer format, a codec or weights in few
-    bits, which are yielded only if loss is allowed. (Where the batch is shared out, the losses are sums in another order.) Plans of several stages are among them if the request names their mesh; :mod:`zosim.planning.staging` finds the meshes worth a look.
+    All of them compute the same losses and updates; where the batch is shared out, the losses are sums in another order.
+    Plans with a narrower transfer format, a codec or weights in few bits compute others, and are yielded only if loss is
+    allowed. Plans of several stages are among them if the request names their mesh. :mod:`zosim.planning.staging` finds the
+    meshes worth a look.
 
     Raises
     ------
