@@ -181,18 +181,18 @@ class Residency(Axis):
         count, num_blocks = self.num_disk_blocks, plan.model.num_blocks
         if count is not None and self.blocks != "nvme":
             yield (
-                f"--disk-blocks {count} needs blocks on a drive, but blocks={self.blocks}",
-                "use --residency nvme, or leave --disk-blocks out",
+                f"residency.num_disk_blocks={count} needs blocks on a drive, but residency.blocks={self.blocks}",
+                "use residency.blocks=nvme, or leave residency.num_disk_blocks out",
             )
         elif count is not None and count > num_blocks:
             yield (
-                f"--disk-blocks {count} exceeds the {num_blocks} blocks of {plan.model.name}",
+                f"residency.num_disk_blocks={count} exceeds the {num_blocks} blocks of {plan.model.name}",
                 "leave it out for all",
             )
         if self.blocks == "nvme" and self.transfers != "private":
             yield (
-                f"transfers={self.transfers} does not apply to blocks on a drive, of which every rank has its own",
-                "use transfers=private",
+                f"residency.transfers={self.transfers} does not apply to blocks on a drive, of which every rank has its own",
+                "use residency.transfers=private",
             )
 
     def _conflicts_of_shares(self, plan: Plan) -> Iterator[Conflict]:
