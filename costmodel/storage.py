@@ -195,7 +195,7 @@ class DenseStorage:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def is_beside(self, group: ParamGroup) -> bool:
+    def has_side_path(self, group: ParamGroup) -> bool:
         """Whether a tuned group stays as it is at every point, and forwards add its perturbation."""
         return False
 
@@ -204,7 +204,7 @@ class DenseStorage:
         work: Work,
         param_groups: Sequence[ParamGroup],
         *,
-        is_beside: bool,
+        has_side_path: bool,
         kept_bytes: int,
     ) -> Work:
         """Return the work of a segment's forward, from that with numbers; arguments as of :meth:`QuantizedStorage.forward_work`."""
@@ -256,7 +256,7 @@ class QuantizedStorage(DenseStorage):
         """Return the bytes of what quantized values change by."""
         return FORMATS["float32"].bytes(num_elements(self.tuned(group))) if self.rounds_sums else 0
 
-    def is_beside(self, group: ParamGroup) -> bool:
+    def has_side_path(self, group: ParamGroup) -> bool:
         """Whether a group stays as it is: those of blocks do, whatever of them is tuned."""
         return group.segments[0] not in (EMBED, HEAD)
 
@@ -265,7 +265,7 @@ class QuantizedStorage(DenseStorage):
         work: Work,
         param_groups: Sequence[ParamGroup],
         *,
-        is_beside: bool,
+        has_side_path: bool,
         kept_bytes: int,
     ) -> Work:
         """Return the work with products by quantized weights.
@@ -275,14 +275,14 @@ class QuantizedStorage(DenseStorage):
         work : Work
         param_groups : sequence of ParamGroup
             The segment's.
-        is_beside : bool
+        has_side_path : bool
             Whether perturbations are added.
         kept_bytes : int
             What of the segment is alive beside a layer.
         """
         tuned = [matrix for group in param_groups for matrix in self.tuned(group)]
         frozen = [matrix for group in param_groups for matrix in self.frozen(group)]
-        for matrices, is_beside_these in ((tuned, is_beside), (frozen, False)):
+        for matrices, has_side_path_here in ((tuned, has_side_path), (frozen, False)):
             if not matrices:
                 continue
             linears, how = [one for one, _ in matrices], matrices[0][1]
@@ -293,16 +293,16 @@ class QuantizedStorage(DenseStorage):
                 how,
                 kernel="dequantise" if is_adapter else self.product,
                 are_inputs_quantized=self.are_inputs_quantized and not is_adapter,
-                is_beside=is_beside_these,
+                has_side_path=has_side_path_here,
                 nonzero_share=1 - self.sparsity,
                 kept_bytes=kept_bytes,
-                perturbation_format=self.perturbation_format if is_beside_these else self.row_format,
+                perturbation_format=self.perturbation_format if has_side_path_here else self.row_format,
             )
         # Numbers, such as norms and biases, are copied to the point.
         copied = sum(
             self.num_numbers(group)
             for group in param_groups
-            if is_beside and group.num_trainable and self.is_beside(group)
+            if has_side_path and group.num_trainable and self.has_side_path(group)
         )
         size = work.workspace_bytes + FORMATS[self.dtype].bytes(copied)
         return work.model_copy(update={"workspace_bytes": size})

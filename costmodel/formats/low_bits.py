@@ -129,8 +129,8 @@ class QuantConfig:
 
     def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the quantized matrices of a group that are tuned: of its layers, or of adapters."""
-        beside = self.of_adapters
-        adapters = [] if beside is None else [(one, beside) for one in group.trainable_matrices]
+        of_side_path = self.of_adapters
+        adapters = [] if of_side_path is None else [(one, of_side_path) for one in group.trainable_matrices]
         return [*((one, self) for one in group.linears), *adapters]
 
     def frozen(self, group: ParamGroup) -> list[QuantizedMatrix]:
@@ -221,7 +221,7 @@ def quantized_forward_work(
     *,
     kernel: str,
     are_inputs_quantized: bool,
-    is_beside: bool,
+    has_side_path: bool,
     nonzero_share: float = 1.0,
     kept_bytes: int = 0,
     perturbation_format: str = "int8",
@@ -238,7 +238,7 @@ def quantized_forward_work(
     kernel : {"int_mm", "scaled_mm", "dequantise"}
     are_inputs_quantized : bool
         Whether inputs are rounded to a byte before they are multiplied.
-    is_beside : bool
+    has_side_path : bool
         Whether a rounded perturbation is added.
     nonzero_share : float
         Share of its rows that are not 0, for which alone something is added.
@@ -271,7 +271,7 @@ def quantized_forward_work(
         rows, elements, times = product.m, outputs * inputs, product.num
         is_parted = quant_config.container_bits < 8
         passes["layers"] += times
-        passes["layers.sparse"] += times * (is_beside and nonzero_share < 1)
+        passes["layers.sparse"] += times * (has_side_path and nonzero_share < 1)
         passes["parting"] += times * elements * is_parted
         num_kernels += 4 * times * is_parted
         alive = max(product.alive_bytes, rows * inputs * width + kept_bytes)
@@ -282,7 +282,7 @@ def quantized_forward_work(
             alive += rows * (inputs + 4) + shared
             largest = max(largest, alive + _quantizing_bytes(rows, inputs, width, kernel))
         # Rows of the perturbation that are not 0: their mean, which time is made of, and their most, which memory is.
-        nonzero, most = round(outputs * nonzero_share) * is_beside, _most_rows(outputs, nonzero_share)
+        nonzero, most = round(outputs * nonzero_share) * has_side_path, _most_rows(outputs, nonzero_share)
         passes["unpacking"] += times * nonzero * inputs * is_packed
         if kernel != "dequantise":
             kind = "int8" if kernel == "int_mm" else "float8_e4m3"
@@ -291,7 +291,7 @@ def quantized_forward_work(
                 products.append(product.model_copy(update={"n": nonzero, "format": kind}))
             cast = nonzero * inputs * (kernel == "scaled_mm")
             param_pass_bytes += 2 * times * cast
-            num_kernels += times * (bool(cast) + 3 * (1 + is_beside))
+            num_kernels += times * (bool(cast) + 3 * (1 + has_side_path))
             sums, is_gathered = rows * outputs * 4, most < outputs
             passes["sums"] += times * rows * (outputs + nonzero * (not is_gathered))
             passes["gathering"] += times * rows * nonzero * is_gathered
@@ -305,22 +305,22 @@ def quantized_forward_work(
                 along += taken + made * inputs
             else:
                 along += sums + taken * is_packed
-            kept = of_rows * is_gathered * is_beside
+            kept = of_rows * is_gathered * has_side_path
             # While sums are made, while the perturbation's are, and while they become the output.
             alive += max(
                 kept + sums + max(sums, numbers) + levels,
-                along * is_beside,
+                along * has_side_path,
                 kept + sums + rows * outputs * width,
             )
         else:
             products.append(product)
             passes[_of_format("levels", quant_config.format)] += times * elements
             passes["zeros"] += times * elements * quant_config.has_zero_point
-            passes["beside"] += times * nonzero * inputs
-            num_kernels += times * (1 + is_beside)
-            is_gathered = is_beside and most < outputs
+            passes["side_path"] += times * nonzero * inputs
+            num_kernels += times * (1 + has_side_path)
+            is_gathered = has_side_path and most < outputs
             gathered = most * inputs * (width + (not is_packed)) * is_gathered
-            if is_packed and is_beside:  # in pieces, where all rows are added
+            if is_packed and has_side_path:  # in pieces, where all rows are added
                 num = most * inputs if is_gathered else min(elements, PACKED_ELEMENTS)
                 gathered += taken_out_bytes(num, perturbation_format)
             if FORMATS[quant_config.format].is_float:

@@ -22,7 +22,7 @@ QuantPass = Literal[
     "levels.float8",
     "levels.float4",
     "zeros",
-    "beside",
+    "side_path",
     "packing",
     "unpacking",
     "draws",
@@ -74,7 +74,7 @@ PASSES: Mapping[QuantPass, PassCost] = {
     "levels.float8": PassCost(0.3e9, "param_pass", 9, 1),
     "levels.float4": PassCost(0.9e9, "param_pass", 9, 1),
     "zeros": PassCost(1e10, "param_pass", 8),  # zero points of weights, besides
-    "beside": PassCost(3e9, "param_pass", 1, 2),  # a perturbation's quantized values, added to numbers
+    "side_path": PassCost(3e9, "param_pass", 1, 2),  # a perturbation's quantized values, added to numbers
     "packing": PassCost(0.4e9, "scratch", 14),  # of a perturbation, into bytes that several share
     "unpacking": PassCost(0.6e9, "scratch", 14),  # and out of them
     "draws": PassCost(5e3),  # of quantized values, of any length: Python, beside kernels

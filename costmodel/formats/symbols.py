@@ -158,7 +158,7 @@ def activation_statistics(
 
 
 def boundary_statistics(
-    known: BoundarySymbols | None, shape: Sequence[int], *, bits: int, is_beside: bool
+    known: BoundarySymbols | None, shape: Sequence[int], *, bits: int, has_side_path: bool
 ) -> SymbolStatistics:
     """Return the statistics of a tensor that crosses a boundary of which this is known; None counts all symbols alike.
 
@@ -167,9 +167,9 @@ def boundary_statistics(
     known : BoundarySymbols or None
     shape : sequence of int
     bits : int
-    is_beside : bool
+    has_side_path : bool
         Whether it is the residual stream beside an activation.
     """
     if known is None:
         return statistics_of_density(shape, bits=bits, density=1.0)
-    return activation_statistics(shape, bits=bits, known=known.residual if is_beside else known.first)
+    return activation_statistics(shape, bits=bits, known=known.residual if has_side_path else known.first)

@@ -209,7 +209,7 @@ def _take(samples: _Samples, reference: Reference | None, device: torch.device) 
     after_s = reference.seconds() if reference else 1.0
     samples.references.append((before_s, after_s))
     # What runs beside a probe may keep it waiting: that is what is asked.
-    has_reference = reference is not None and samples.probe.beside is None
+    has_reference = reference is not None and samples.probe.concurrent is None
     samples.waits.append(min(_MOST_WAITED, max(0.0, ready_s) / lasted_s) if has_reference else 0.0)
 
 
@@ -227,7 +227,7 @@ def _seconds(probe: Probe, num_repeats: int, device: torch.device) -> float:
     """Return the mean time of the work done once, by the device's own clock if it has one."""
     if probe.before is not None:
         probe.before()
-    with _beside(probe.beside, device):
+    with _concurrent(probe.concurrent, device):
         if device.type != "cpu":
             total = _device_seconds(probe, num_repeats, device)
         else:
@@ -250,7 +250,7 @@ def _device_seconds(probe: Probe, num_repeats: int, device: torch.device) -> flo
 
 
 @contextmanager
-def _beside(action: Action | None, device: torch.device) -> Iterator[None]:
+def _concurrent(action: Action | None, device: torch.device) -> Iterator[None]:
     """Run `action` over and over on another thread meanwhile; on an accelerator on a stream of its own, one at a time."""
     if action is None:
         yield
@@ -298,7 +298,7 @@ def _measurement(samples: _Samples, num_threads: int, fast_s: float) -> Measurem
         num_samples=len(seconds),
         num_threads=num_threads,
         direction=probe.direction,
-        contended=probe.beside is not None,
+        contended=probe.concurrent is not None,
         is_bound=median(delay for delay, _ in kept) > _LOST,
     )
 

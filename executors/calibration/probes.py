@@ -258,8 +258,8 @@ def _contention(device: torch.device, dtype: str) -> Iterator[Probe]:
     """Yield a product and a copy, each while the other runs."""
     product = list(_matmuls(device, dtype))[-1]
     copy = list(_copies(device))[-1]
-    yield replace(product, name=f"{product.name} beside a copy", beside=copy.run)
-    yield replace(copy, name=f"{copy.name} beside a product", beside=product.run)
+    yield replace(product, name=f"{product.name} beside a copy", concurrent=copy.run)
+    yield replace(copy, name=f"{copy.name} beside a product", concurrent=product.run)
 
 
 _SMALL_ALLOCATION = 1 << 14

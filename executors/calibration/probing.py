@@ -36,7 +36,7 @@ class Probe:
         Does it `num_done` times; on a GPU, issues it.
     direction : str
         Which way bytes are copied, where they are.
-    beside : callable or None
+    concurrent : callable or None
         Runs over and over on another thread meanwhile, to see what the two take from each other.
     before : callable or None
         Runs before each sample and is not timed; such a sample runs the probe once.
@@ -47,7 +47,7 @@ class Probe:
     work: Work
     run: Action
     direction: CopyDirection = "h2d"
-    beside: Action | None = None
+    concurrent: Action | None = None
     before: Action | None = None
     num_done: int = 1
 

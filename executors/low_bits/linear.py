@@ -23,7 +23,7 @@ from costmodel.formats.low_bits import (
 )
 from executors.formats import TORCH_DTYPES
 from executors.low_bits.exact_products import exact_sums
-from executors.low_bits.quantized import Beside, QuantizedTensor, Rows
+from executors.low_bits.quantized import QuantizedTensor, Rows, SidePath
 from topology.errors import PlanError
 from zosim.plans import LowBits
 from zosim.plans.low_bits import InputFormat, InputScales, KernelName
@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Linear):
         How the weight is, or will be, quantized.
     quantized : QuantizedTensor or None
         The quantized weight. A function given in its place is called at each access.
-    beside : Beside or None
+    side_path : SidePath or None
         Perturbation added to the weight in the current forward.
     was : type
         Original class: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight has shape (inputs, outputs).
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     quant_config: QuantConfig | None
-    beside: Beside | None
+    side_path: SidePath | None
     was: type[nn.Module]
     product: KernelName
     input_scales: InputScales
@@ -95,8 +95,8 @@ class QuantizedLinear(nn.Linear):
             qvalues, scales = self._inputs_of(input)
             input = qvalues.float().mul_(scales).to(input.dtype).view_as(input)  # noqa: A001
         weight = quantized.values(quantized.scales.dtype)
-        if self.beside is not None:
-            self.beside.add_to(weight)
+        if self.side_path is not None:
+            self.side_path.add_to(weight)
         return nn.functional.linear(input, weight, self.bias)
 
     def _quantized_product(self, inputs: Tensor, quantized: QuantizedTensor) -> Tensor:
@@ -105,13 +105,13 @@ class QuantizedLinear(nn.Linear):
             quantized.levels() if self.product == "int_mm" else quantized.qvalues.view(torch.float8_e4m3fn)
         )
         weight_scales = quantized.scales.float().T
-        beside = None if self.beside is None else _PerturbationProduct(qvalues, scales, self.beside)
+        side_path = None if self.side_path is None else _PerturbationProduct(qvalues, scales, self.side_path)
 
         def sums_of(rows: slice, columns: slice) -> Tensor:
             sums = byte_product(qvalues[rows], levels[columns], scales[rows] if len(scales) > 1 else scales)
             sums.mul_(weight_scales if weight_scales.shape[1] == 1 else weight_scales[:, columns])
-            if beside is not None:
-                beside.add_to(sums, rows, columns)
+            if side_path is not None:
+                side_path.add_to(sums, rows, columns)
             if self.bias is not None:
                 sums += self.bias[columns]
             return sums
@@ -164,12 +164,12 @@ class _PerturbationProduct:
     ----------
     qvalues, scales : torch.Tensor
         Of the inputs.
-    beside : Beside
+    side_path : SidePath
     """
 
-    def __init__(self, qvalues: Tensor, scales: Tensor, beside: Beside) -> None:
-        rows = beside.rows
-        self._qvalues, self._scales, self._beside = qvalues, scales * beside.factor, beside
+    def __init__(self, qvalues: Tensor, scales: Tensor, side_path: SidePath) -> None:
+        rows = side_path.rows
+        self._qvalues, self._scales, self._side_path = qvalues, scales * side_path.factor, side_path
         # That of a few rows is made at once. Zeros fill their number up: oneDNN compiles a kernel for every number that it meets.
         self._product: Tensor | None = None
         if rows is not None and (num := rows.numel()):
@@ -178,15 +178,15 @@ class _PerturbationProduct:
 
     def _factors(self, rows: Rows) -> Tensor:
         """Return some rows of the perturbation in the format of the inputs, which holds its quantized values: those of 5 bits at most in e4m3."""
-        return self._beside.perturbation[rows].to(self._qvalues.dtype)
+        return self._side_path.perturbation[rows].to(self._qvalues.dtype)
 
     def add_to(self, sums: Tensor, rows: slice, columns: slice) -> None:
         """Add it to some rows and columns of the output."""
-        if self._beside.rows is None:
+        if self._side_path.rows is None:
             scales = self._scales[rows] if len(self._scales) > 1 else self._scales
             sums += byte_product(self._qvalues[rows], self._factors(columns), scales)
         elif self._product is not None:
-            nonzero, places = self._beside.within(columns)
+            nonzero, places = self._side_path.within(columns)
             sums.index_add_(1, nonzero, self._product[rows, places])
 
 
@@ -362,7 +362,7 @@ def become_quantizable(module: nn.Module, quant_config: QuantConfig | None = Non
     layer.was = type(module)
     layer.__class__ = QuantizedLinear
     layer.out_features, layer.in_features = layer.weight.shape
-    layer.quant_config, layer.quantized, layer.beside = quant_config, None, None
+    layer.quant_config, layer.quantized, layer.side_path = quant_config, None, None
     layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
     return layer  # type: ignore[no-any-return]
 

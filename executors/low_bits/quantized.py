@@ -42,7 +42,7 @@ _FIT_STEPS = 20
 """Scales that are tried, from the one that spans the largest weight down to a third of it."""
 
 
-class Beside(NamedTuple):
+class SidePath(NamedTuple):
     """A scaled perturbation that a layer adds to its weight.
 
     Attributes
@@ -64,7 +64,7 @@ class Beside(NamedTuple):
     def bind(self, place: BoundParameter) -> None:
         """Make the layer add this perturbation."""
         assert place.layer is not None
-        place.layer.beside = self
+        place.layer.side_path = self
 
     def within(self, outputs: slice) -> tuple[Tensor, slice]:
         """Return the nonzero rows within some outputs, counted from the first of these, and their positions among `rows`."""
@@ -159,7 +159,7 @@ class QuantizedTensor(Stored):
         """Make the layer read this weight; the parameter keeps a shape and no storage."""
         assert place.layer is not None
         # Not by a method: a layer that adapters were merged into meanwhile is a plain one, and nobody reads what it is given here.
-        place.layer.quantized, place.layer.beside = self, None
+        place.layer.quantized, place.layer.side_path = self, None
         place.parameter.data = self._stand_in
 
     @cached_property
@@ -178,11 +178,11 @@ class QuantizedTensor(Stored):
     # -- at a point --------------------------------------------------------------------------------------------
 
     @classmethod
-    def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[Beside]:
+    def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[SidePath]:
         """Return the perturbations that layers add; the stored weights stay as they are."""
         assert step.rounding is not None
         scale = step.scale * step.rounding.unit
-        return [Beside(one.perturbation, scale, *(step.rows(one.place.index) or ())) for one in along]
+        return [SidePath(one.perturbation, scale, *(step.rows(one.place.index) or ())) for one in along]
 
     # -- values ------------------------------------------------------------------------------------------------
 

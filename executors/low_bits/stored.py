@@ -242,7 +242,7 @@ class DenseTensor(Stored):
     def bind(self, place: BoundParameter) -> None:
         """Let the parameter's data be these numbers."""
         if place.layer is not None:
-            place.layer.quantized, place.layer.beside = None, None
+            place.layer.quantized, place.layer.side_path = None, None
         place.parameter.data = self.values
 
     @classmethod

@@ -119,7 +119,7 @@ class BatchedModel(SegmentedModel):
                 self._carriers[key] = module
             else:
                 continue
-            module.register_forward_hook(self._beside)
+            module.register_forward_hook(self._side_path)
         if tuned:
             raise ModelError(
                 f"{next(iter(tuned.values()))} is tuned, but is not the weight of a linear layer of a block",
@@ -142,7 +142,7 @@ class BatchedModel(SegmentedModel):
     def path(
         self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
     ) -> SidePath:
-        """Return the side path of a linear's weight, which :meth:`run_together` is given under `parameter`.
+        """Return the side path of a linear's weight, which :meth:`run_batched` is given under `parameter`.
 
         Parameters
         ----------
@@ -181,7 +181,7 @@ class BatchedModel(SegmentedModel):
             moved[at, :rank] = torch.add(left, z.to(left.dtype), alpha=scale).T * module.lora_scale
         return SidePath(inner.T, moved)
 
-    def run_together(
+    def run_batched(
         self,
         segment: str,
         batch: Batch,
@@ -224,16 +224,16 @@ class BatchedModel(SegmentedModel):
             more["on_attended"] = self._narrowing.attended
         # Increments that are part of a side path must not be added by their adapter a second time.
         carriers = [self._carriers[id(parameter)] for parameter in paths]
-        joined = [module for module in carriers if hasattr(module, "lora_is_beside")]
+        joined = [module for module in carriers if hasattr(module, "has_lora_side_path")]
         for module in joined:
-            module.lora_is_beside = True
+            module.has_lora_side_path = True
         try:
             with attention_by(self.model, _ATTENTION):
                 return as_tensor(self.block(index, hidden, cache, **more))
         finally:
             self._paths, self._narrowing = {}, None
             for module in joined:
-                module.lora_is_beside = False
+                module.has_lora_side_path = False
 
     @staticmethod
     def predicting(hidden: Tensor, packing: Packing) -> Tensor:
@@ -249,7 +249,7 @@ class BatchedModel(SegmentedModel):
         each = nn.functional.cross_entropy(logits.flatten(0, 1).to(wide), targets, reduction="none")
         return each.view(num_eval_points, num_labels).mean(1)
 
-    def _beside(self, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _side_path(self, module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         for path in self._paths.get(id(module), ()):
             num_eval_points = path.outer.shape[0]
             inputs = arguments[0].reshape(num_eval_points, -1, arguments[0].shape[-1])
@@ -282,7 +282,7 @@ class BatchedModel(SegmentedModel):
         try:
             with torch.no_grad():
                 for segment in self.segments:
-                    hidden = self.run_together(segment, batch, packed, hidden, {}, 3)
+                    hidden = self.run_batched(segment, batch, packed, hidden, {}, 3)
                     whole = self.run(segment, batch, padded, whole)
                     assert packed.packing is not None
                     first, second = packed.packing.predictors.split([4, 2])
@@ -332,7 +332,7 @@ class BatchedModel(SegmentedModel):
                 cache, hidden = StepCache(packing=packing), None
                 with torch.no_grad():
                     for segment in self.segments[:-1]:
-                        hidden = self.run_together(segment, batch, cache, hidden, {}, 1)
+                        hidden = self.run_batched(segment, batch, cache, hidden, {}, 1)
                 assert hidden is not None
                 left.append(hidden)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):

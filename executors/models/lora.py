@@ -36,7 +36,7 @@ _PARTS = (
     "lora_lost",
     "lora_used",
     "lora_lazy_steps",
-    "lora_is_beside",
+    "has_lora_side_path",
 )
 
 _QUANTIZED_SPAN = 2.0
@@ -199,7 +199,7 @@ def _attach(
             zeros = nn.Parameter(torch.zeros(shape, **like), requires_grad=False)
             module.register_parameter(f"lora_{name}", zeros)
         module.lora_used, module.lora_lazy_steps = closed, lora.lazy_steps
-        module.lora_is_beside = False
+        module.has_lora_side_path = False
         add = _add_increments
     setattr(module, _HOOK, module.register_forward_hook(add))
 
@@ -229,7 +229,7 @@ def _add_adapter(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> 
 
 
 def _add_increments(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    if module.lora_is_beside:  # whoever runs the forward adds them together with probes
+    if module.has_lora_side_path:  # whoever runs the forward adds them together with probes
         return output
     inner, outer = joined_factors(module)
     narrow = nn.functional.linear(arguments[0].to(inner.dtype), inner)

@@ -118,7 +118,7 @@ def bind(tensors: Sequence[NamedTensor], views: Sequence[View]) -> None:
         view.bind(tensor)
 
 
-def format_beside(tensors: Iterable[NamedTensor]) -> str | None:
+def side_path_format(tensors: Iterable[NamedTensor]) -> str | None:
     """Return the format of numbers in a model some of whose parameters are none, which have it for their scales; None if all are."""
     return next((tensor.quant_config.dtype for tensor in tensors if tensor.quant_config is not None), None)
 

@@ -81,7 +81,7 @@ def recorded_adapters(run: Mapping[str, Any]) -> Tuned | None:
     return Prefix.model_validate(run["prefix"]) if run.get("prefix") else None
 
 
-def save_alone(
+def save_adapters_only(
     model: nn.Module,
     directory: str | Path,
     adapters: Adapters,
@@ -113,8 +113,8 @@ def save_tuned(
         # A server that loads the adapter has numbers for a base, never quantized values.
         is_plain = session.plan.storage.quant_config is None
         facts = {"base_digest": weights_digest(model, storage, base_only=True)} if is_plain else {}
-        save_alone(model, Path(out) / ADAPTER_NAME, adapters, storage, facts)
-        with session.whole_model() as whole:
+        save_adapters_only(model, Path(out) / ADAPTER_NAME, adapters, storage, facts)
+        with session.unsharded_model() as whole:
             merge_lora(whole)
             save_pretrained(whole, out, storage)
     else:

@@ -18,7 +18,7 @@ from costmodel.models.configs import LoRA, Prefix
 from executors.datasets.generation import Generation
 from executors.labels import IGNORED_LABEL
 from executors.models.weight_files import save_pretrained
-from executors.runs.adapters import save_alone
+from executors.runs.adapters import save_adapters_only
 from executors.runs.evaluate import evaluate_choices, evaluate_generation, evaluate_perplexity
 from executors.runs.inputs import copy_tokenizer, evaluation_data, generation_of
 from executors.runs.run_files import BEST_NAME, METRICS_NAME, evaluations_of
@@ -157,7 +157,7 @@ class Evaluations:
         folder, adapters = Path(self._settings.run.out) / BEST_NAME, self._settings.adapters
         storage = self._settings.plan.storage_dtype
         if isinstance(adapters, LoRA | Prefix):
-            save_alone(session.model, folder, adapters, storage)
+            save_adapters_only(session.model, folder, adapters, storage)
         else:
             save_pretrained(session.model, folder, storage)
             copy_tokenizer(self._settings.run.model, folder)

@@ -20,11 +20,11 @@ from executors.models.model import in_segments
 from executors.models.weight_files import weights_digest
 from executors.randomness.counter import CounterKey
 from executors.randomness.low_rank import Factors, FactorSampler, LazyInterval, divisor_of
-from executors.runs.adapters import recorded_adapters, save_alone
+from executors.runs.adapters import recorded_adapters, save_adapters_only
 from executors.runs.history import History, read_history
 from executors.runs.lazy_intervals import lazy_intervals_of
 from executors.runs.records import StepRecord
-from executors.runs.replay import OnStep, advance, check_base, load_base, plan_alone, session_at
+from executors.runs.replay import OnStep, advance, check_base, load_base, plan_for_one_rank, session_at
 from executors.steps.preparing import prepare
 from topology.errors import RunError
 from zosim.lowering.perturbations import sampling_order
@@ -112,10 +112,10 @@ def _replayed(
         "base_digest": weights_digest(model, storage, base_only=True),
         "history_digest": history.digest(num_steps),
     }
-    with session_at(None, history, model, plan=plan_alone(history)) as session:
+    with session_at(None, history, model, plan=plan_for_one_rank(history)) as session:
         advance(session, history, num_steps, on_step=on_step)
         session.flush()
-        save_alone(model, out, lora, storage, facts)
+        save_adapters_only(model, out, lora, storage, facts)
     intervals = lazy_intervals_of(model)
     return {
         "num_steps": num_steps,

@@ -20,7 +20,7 @@ from zosim.config import HOST, PlanConfig, merge
 from zosim.lowering import lower_all
 from zosim.planning.footprint import pinned_by
 from zosim.planning.request import Hardware
-from zosim.planning.resolve import even_split_points, laid_over, resolve, schedule_beside, spread
+from zosim.planning.resolve import even_split_points, laid_over, resolve, schedule_for, spread
 from zosim.planning.split_options import SplitModel, SplitOptions
 from zosim.plans import LowBits, Mesh, Placement, Plan, Split, Weights, fields_of
 from zosim.program.instructions import Space
@@ -110,7 +110,7 @@ def _begun(
         return config
     placement = Placement(topology=HOST, devices=("cpu0" if device == "cpu" else "gpu0",))
     known = PlanConfig(
-        placement=placement, schedule=schedule_beside(config), weights=_usual_weights(model, device)
+        placement=placement, schedule=schedule_for(config), weights=_usual_weights(model, device)
     )
     return spread(merge(known, config), split_model)
 

@@ -103,7 +103,7 @@ def replay(
     for difference in machine_differences(history.header, device):
         warn(difference)
     checkpoint = newest_checkpoint(history, model, warn) if use_checkpoints else None
-    placed = plan or plan_alone(history)
+    placed = plan or plan_for_one_rank(history)
     with session_at(checkpoint, history, model, plan=placed, device=device) as session:
         checked = advance(session, history, wanted, on_step=on_step)
         save_tuned(out, session, adapters, save_as=settings.get("save_as", "numbers"))
@@ -225,7 +225,7 @@ def session_at(
     return session
 
 
-def plan_alone(history: History) -> Plan | None:
+def plan_for_one_rank(history: History) -> Plan | None:
     """Return the plan by which one rank replays a run of several ranks; None for a run of one."""
     return alone(history.plan) if history.plan.placement.world_size > 1 else None
 

@@ -31,7 +31,7 @@ from executors.models.weight_files import save_pretrained, weights_digest
 from executors.ranks.communicator import PIPELINE, Communicator, default_communicator
 from executors.ranks.mesh import stage_of
 from executors.ranks.rank_info import progress_of_this_rank
-from executors.ranks.whole_model import WholeModel
+from executors.ranks.unsharded_model import UnshardedModel
 from executors.runs.agreement import RankReport, StepInputs, refuse_disagreement
 from executors.runs.base import BASE
 from executors.runs.lazy_intervals import lazy_intervals_of
@@ -224,7 +224,7 @@ class Session:
         move_module_buffers(model, self.device)
         self.forward_runner.device = self.device
         storage = TORCH_DTYPES[plan.storage_dtype]
-        self._whole = WholeModel(plan, self.forward_runner, self.communicator, storage, self.device)
+        self._whole = UnshardedModel(plan, self.forward_runner, self.communicator, storage, self.device)
         self._present = PresentWeights(self.forward_runner, storage, self.device, self._whole)
         if self._intervals is not None:
             if any(buffer.shared for buffer in self.program.buffers):
@@ -428,7 +428,7 @@ class Session:
         if self.communicator is None:
             action()
             return
-        with self._whole.here(on_first_alone=True):
+        with self._whole.here(only_on_first=True):
             self.communicator.on_rank_0(action, what)
 
     # -- the model as it stands --------------------------------------------------------------------------------
@@ -447,12 +447,12 @@ class Session:
         """Return the logits of a batch at the current weights, on the session's device."""
         return self.present.logits(batch)
 
-    def whole_model(self) -> AbstractContextManager[nn.Module]:
+    def unsharded_model(self) -> AbstractContextManager[nn.Module]:
         """Flush, and yield the model with all its weights on the device in their storage format.
 
         For generation and other uses that need the whole model at once; an offloaded one has to fit for as long.
         """
-        return self.present.whole_model(self.model)
+        return self.present.unsharded_model(self.model)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the current parameters by name on the CPU, a tied one once."""

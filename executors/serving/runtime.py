@@ -203,7 +203,7 @@ class Runtime:
         for segment in self._batched.segments:
             if segment == HEAD:
                 break
-            hidden = self._batched.run_together(segment, {}, cache, hidden, paths, 1)
+            hidden = self._batched.run_batched(segment, {}, cache, hidden, paths, 1)
         assert hidden is not None
         logits = self._batched.logits(self._batched.predicting(hidden, row))[0]
         return [number for part in by_adapter.values() for number in part], logits, row

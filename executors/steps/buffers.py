@@ -21,7 +21,7 @@ from executors.formats import TORCH_DTYPES, format_of
 from executors.low_bits.packed import PackedValues, QValues, packed_shape_bytes
 from executors.low_bits.stored import Along, Stored
 from executors.models.forward_runner import ForwardRunner
-from executors.models.parameters import NamedTensor, format_beside
+from executors.models.parameters import NamedTensor, side_path_format
 from topology.errors import ProgramError
 from zosim.lowering.buckets import aligned, bucket_bytes
 from zosim.program import Program
@@ -168,7 +168,7 @@ class BufferStore:
         self._positions = positions or {}
         self.sections = _sections_of(forward_runner, program.alignment_bytes)
         # Of a buffer that holds quantized weights beside numbers the program does not say the numbers' format.
-        self._beside_qvalues = format_beside(forward_runner.tensors) or "uint8"
+        self._side_path_qvalues = side_path_format(forward_runner.tensors) or "uint8"
         self.held = frozenset(parameters_of(access.what) for access in program.initial)
         self._num_shares = self._shares()
         self._flat: dict[str, Tensor | None] = {}
@@ -264,7 +264,7 @@ class BufferStore:
     def _numbers_in(self, access: Access) -> str:
         """Return the format of numbers in the buffer that an access is to."""
         dtype = self.format_of(access)
-        return self._beside_qvalues if dtype == "uint8" else dtype
+        return self._side_path_qvalues if dtype == "uint8" else dtype
 
     # -- names -------------------------------------------------------------------------------------------------
 

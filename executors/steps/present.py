@@ -15,7 +15,7 @@ from executors.models.halves import as_tensor
 from executors.models.model import Batch, Handed
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
-from executors.ranks.whole_model import WholeModel
+from executors.ranks.unsharded_model import UnshardedModel
 
 
 class PresentWeights:
@@ -29,12 +29,12 @@ class PresentWeights:
         Format that they are used in.
     device : torch.device
         Where they are used.
-    whole : WholeModel
+    whole : UnshardedModel
         Brings what other stages hold; all ranks then have to ask alike.
     """
 
     def __init__(
-        self, forward_runner: ForwardRunner, storage: torch.dtype, device: torch.device, whole: WholeModel
+        self, forward_runner: ForwardRunner, storage: torch.dtype, device: torch.device, whole: UnshardedModel
     ) -> None:
         self._forward_runner = forward_runner
         self._whole = whole
@@ -85,7 +85,7 @@ class PresentWeights:
                     tensor.hold(home)
 
     @contextmanager
-    def whole_model(self, model: nn.Module) -> Iterator[nn.Module]:
+    def unsharded_model(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield `model` with all its weights on the device in their storage format."""
         with self._whole.here():
             homes = [tensor.held for tensor in self._forward_runner.tensors]

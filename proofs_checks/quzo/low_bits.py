@@ -20,7 +20,7 @@ from costmodel.formats import QuantFormat, ScaleScope
 from costmodel.formats.low_bits import QuantConfig
 from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
-from executors.low_bits.quantized import Beside, QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor, SidePath
 from executors.low_bits.stored import UpdateCounts
 from executors.randomness.counter import CounterKey
 from executors.randomness.rounded import (
@@ -505,7 +505,7 @@ def check_products_of_bytes(context: Context) -> Outcome:
         quantize_layers([torch.nn.Sequential(layer)], low_bits, _CPU)
         assert isinstance(layer, QuantizedLinear)
         layer.quantized = shipped(weights, QuantConfig("int8", "channel"))
-        layer.beside = Beside(torch.from_numpy(along), 1e-3)
+        layer.side_path = SidePath(torch.from_numpy(along), 1e-3)
         with torch.no_grad():
             output = layer(torch.from_numpy(inputs)).double().numpy()
         largest = np.abs(inputs).max(1, keepdims=True) if scope == "token" else np.abs(inputs).max()
@@ -765,7 +765,9 @@ CHECKS: Checks = {
         Fault(
             "a perturbation that is 3 % long",
             f"{_LINEAR}:_PerturbationProduct.__init__",
-            lambda shipped, self, qvalues, scales, beside: shipped(self, qvalues, 1.03 * scales, beside),
+            lambda shipped, self, qvalues, scales, side_path: shipped(
+                self, qvalues, 1.03 * scales, side_path
+            ),
         ),
     ),
     "quantized-weights-are-alike-on-all-ranks": printed(

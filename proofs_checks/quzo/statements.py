@@ -969,7 +969,7 @@ CHECKS: Checks = {
                 lambda shipped, *given: shipped(*given) + 1,
             ),
         ),
-        conditioned(quantized.check_beside_quantized, quantized.STORED_BACK),
+        conditioned(quantized.check_side_path_quantized, quantized.STORED_BACK),
         counterexample(
             partial(check_recovery, 7),
             Fault(
@@ -981,7 +981,7 @@ CHECKS: Checks = {
     ),
     "quzo-perturbations-below-a-step": (
         conditioned(check_wide_perturbation),
-        conditioned(quantized.check_beside_quantized, quantized.STORED, quantized.BESIDE_LONG),
+        conditioned(quantized.check_side_path_quantized, quantized.STORED, quantized.SIDE_PATH_LONG),
         counterexample(check_vanishing_perturbation),
     ),
     "quzo-nearest-minimises-mse": printed(

@@ -18,7 +18,7 @@ from costmodel.formats import QuantFormat
 from costmodel.formats.low_bits import QuantConfig
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
-from executors.low_bits.quantized import Beside, QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor, SidePath
 from executors.low_bits.stored import UpdateCounts
 from executors.randomness.rounded import RoundingUniforms, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
@@ -254,7 +254,7 @@ def check_moves_by_perturbation(context: Context) -> Outcome:
     )
 
 
-def check_beside_quantized(_context: Context) -> Outcome:
+def check_side_path_quantized(_context: Context) -> Outcome:
     """Compare outputs of a shipped layer of 4 bits, a perturbation beside its quantized values, with the sum in float64; quantized values stay.
 
     The smallest multiple is that of ε = 1e-5 beside a scale of 0.02; the largest takes every weight beyond the range of quantized values.
@@ -273,7 +273,7 @@ def check_beside_quantized(_context: Context) -> Outcome:
     for multiple in (1e-5, 1e-3, 0.3):
         outputs = []
         for sign in (1, -1):
-            layer.beside = Beside(torch.from_numpy(qvalues).to(torch.int8), sign * multiple)
+            layer.side_path = SidePath(torch.from_numpy(qvalues).to(torch.int8), sign * multiple)
             with torch.no_grad():
                 outputs.append(layer(torch.from_numpy(inputs)).double())
         parts[f"difference at {multiple:g}"] = equal(
@@ -321,11 +321,11 @@ def perturbed_then(name: str, change: Callable[[Tensor, QuantizedTensor], object
     @planted("executors.low_bits.linear:QuantizedLinear.forward", name)
     def fault(shipped, self, input):  # noqa: A002 - torch's name
         def add_to(weight):
-            self.beside.add_to(weight)
+            self.side_path.add_to(weight)
             change(weight, self.quantized)
 
-        beside = self.beside and SimpleNamespace(add_to=add_to)
-        return shipped(altered(self, beside=beside), input)
+        side_path = self.side_path and SimpleNamespace(add_to=add_to)
+        return shipped(altered(self, side_path=side_path), input)
 
     return fault
 
@@ -360,9 +360,9 @@ STORED = perturbed_then(
 STORED_BACK = perturbed_then(
     "a perturbation that is written back", lambda weight, quantized: quantized.encode(weight)
 )
-BESIDE_LONG = Fault(
+SIDE_PATH_LONG = Fault(
     "a perturbation that is 3 % long",
-    "executors.low_bits.quantized:Beside.add_to",
+    "executors.low_bits.quantized:SidePath.add_to",
     lambda shipped, self, weight: shipped(self._replace(factor=1.03 * self.factor), weight),
 )
 SAME_KEY = Fault(

@@ -565,7 +565,10 @@ CHECKS: Checks = {
     "zoinfer-quantised-base": (
         printed(check_quantised_base, central_by_epsilon),
         printed(
-            quantized.check_beside_quantized, quantized.STORED, quantized.STORED_BACK, quantized.BESIDE_LONG
+            quantized.check_side_path_quantized,
+            quantized.STORED,
+            quantized.STORED_BACK,
+            quantized.SIDE_PATH_LONG,
         ),
     ),
 }

@@ -96,7 +96,7 @@ def _steps(setting: Setting, model: nn.Module, axes: dict[str, Any], device: str
     plan = plan_of_model(tuned, batch=3, seq=16, placement=placement, **axes)
     with Session(plan, tuned, learning_rate=_RATE, device=device) as session:
         records = [session.step(batch, seeds=(step,)) for step in range(_NUM_STEPS)]
-        with session.whole_model() as whole:
+        with session.unsharded_model() as whole:
             bits = sum_of_bits(whole)
     return [*(record.projected_gradients[0] for record in records), bits]
 

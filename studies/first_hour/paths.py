@@ -166,5 +166,5 @@ def _steps(
 
 
 def _bits(session: Session) -> float:
-    with session.whole_model() as whole:
+    with session.unsharded_model() as whole:
         return sum_of_bits(whole)

@@ -208,7 +208,7 @@ def _overlap(timeline: Timeline) -> Content:
 def _two_forwards_s(session: Session, batch: Mapping[str, torch.Tensor]) -> float:
     """Return what two forwards of the same model on the device take, each read."""
     data = {name: tensor.to(session.device) for name, tensor in batch.items()}
-    with session.whole_model() as model:
+    with session.unsharded_model() as model:
         ways = {"forwards": lambda _: two_forwards(model, data)}
         return in_turns(ways, _NUM_TIMED, num_warm_rounds=_NUM_WARM)["forwards"].median_s
 

@@ -102,7 +102,7 @@ def _contenders(model: nn.Module, data: Data, dtype: str, device: str) -> dict[s
     def forward_packed(_number: int, batch: Data) -> None:
         cache, hidden = StepCache(), None
         for segment in (EMBED, *packed.segments[1:-1], HEAD):
-            hidden = packed.run_together(segment, batch, cache, hidden, {}, 2)
+            hidden = packed.run_batched(segment, batch, cache, hidden, {}, 2)
 
     steps: dict[str, Step] = {_LOOP: lambda number, batch: loop.step(number, batch, number)}
     for name, perturbation in (("zosim, in place", "serial"), (_ADAPTERS, "adapters")):

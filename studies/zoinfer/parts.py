@@ -49,10 +49,10 @@ def _packed(
     cache = StepCache(packing=pack(batch, **{k: v for k, v in how.items() if v is not None}))  # type: ignore[arg-type]
     hidden: Tensor | None = None
     for segment in segmented.segments[:-1]:
-        hidden = segmented.run_together(segment, batch, cache, hidden, {}, num_eval_points)
+        hidden = segmented.run_batched(segment, batch, cache, hidden, {}, num_eval_points)
     assert hidden is not None
     if not scores_all:
-        return float(segmented.run_together(HEAD, batch, cache, hidden, {}, num_eval_points)[-1])
+        return float(segmented.run_batched(HEAD, batch, cache, hidden, {}, num_eval_points)[-1])
     assert cache.packing is not None
     logits = segmented.logits(hidden)[-1].float().log_softmax(-1)[cache.packing.predictors]
     return -float(logits.gather(1, cache.packing.targets[:, None]).mean())

@@ -75,7 +75,7 @@ class Forwards(AxisWriter):
         received = rank.model.segments[max(first - 1, 0) : first]
         size = max(map(rank.hidden_bytes, (*received, *rank.segments)))
         eval_points = rank.own_eval_points
-        if rank.is_together:
+        if rank.is_batched:
             size, eval_points = size * len(eval_points), eval_points[:1]
         for eval_point in eval_points:
             yield Buffer(f"hidden.{eval_point}", Space.DEVICE, size, "activations", dtype, dynamic=True)
@@ -85,7 +85,7 @@ class Forwards(AxisWriter):
             seq=plan.seq,
             dtype=plan.compute_dtype,
             attention=plan.attention,
-            is_padded=not rank.is_together,
+            is_padded=not rank.is_batched,
         )
         if shared:
             yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
@@ -133,21 +133,23 @@ class Forwards(AxisWriter):
         reads += self._inputs(segment, eval_point)
         left = self._losses.left_by_head(eval_point) if segment == HEAD else rank.hidden(eval_point, segment)
         taking_part = rank.param_groups if num_new_tokens else rank.model.param_groups_of(segment)
-        beside = [group.name for group in taking_part if eval_point.is_perturbed and rank.is_beside(group)]
+        side_paths = [
+            group.name for group in taking_part if eval_point.is_perturbed and rank.has_side_path(group)
+        ]
         op = Forward(
             segment,
             eval_point,
             tuple(group.name for group in gathered),
-            tuple(beside),
+            tuple(side_paths),
             num_new_tokens=num_new_tokens,
         )
-        name, work = f"{segment}/forward[{eval_point}]", self._work(segment, is_beside=bool(beside))
+        name, work = f"{segment}/forward[{eval_point}]", self._work(segment, has_side_path=bool(side_paths))
         if num_new_tokens:
-            work += self._generated(num_new_tokens, is_beside=bool(beside))
+            work += self._generated(num_new_tokens, has_side_path=bool(side_paths))
         self._emit(name, op, Stream.COMPUTE, "forward", segment, tuple(reads), (left,), work)
         self._boundaries.after(segment, eval_point)
 
-    def together(self, segment: str) -> None:
+    def batched(self, segment: str) -> None:
         """Write the forward of `segment` at all of this rank's points, side by side."""
         rank = self._rank
         eval_points = rank.own_eval_points
@@ -172,7 +174,10 @@ class Forwards(AxisWriter):
             else (self._side_by_side(segment),)
         )
         op = Forward(
-            segment, eval_points[0], beside=tuple(group.name for group in tuned), together=eval_points
+            segment,
+            eval_points[0],
+            side_paths=tuple(group.name for group in tuned),
+            batched_eval_points=eval_points,
         )
         work = self._work_together(segment, tuned)
         name = f"{segment}/forward[{eval_points[0]}..]"
@@ -217,7 +222,7 @@ class Forwards(AxisWriter):
             work = self._packed_attention(work, num_tokens, seq, shared)
         if shared:
             work = self._with_shared(work, segment, num_copies, num_rows, shared, seq)
-        work = self._stored(work, segment, is_beside=False)
+        work = self._stored(work, segment, has_side_path=False)
         if plan.model.tunes_left_factors:
             # Open increment and closed ones are one pair of factors; of these there are as many in the end as they are bound to.
             linears = [(outputs, inputs) for _ in tuned for inputs, outputs in plan.model.adapter_shapes]
@@ -290,33 +295,33 @@ class Forwards(AxisWriter):
             }
         )
 
-    def _generated(self, num_new_tokens: int, *, is_beside: bool) -> Work:
+    def _generated(self, num_new_tokens: int, *, has_side_path: bool) -> Work:
         """Return the work of all new tokens but the first: forwards of the sequences as they are by then, about."""
         plan = self._plan
         longest = min(plan.seq + num_new_tokens - 1, plan.model.max_positions)
         # Sequences grow by a token at a time: counted at their mean length.
         seq = (plan.seq + longest + 1) // 2
         *blocks, head = (
-            self._stored(self._counted(segment, seq=seq), segment, is_beside=is_beside)
+            self._stored(self._counted(segment, seq=seq), segment, has_side_path=has_side_path)
             for segment in self._rank.segments
         )
         # Logits are compared, and no loss is made of them.
         once = sum(blocks, head.model_copy(update={"elementwise_bytes": 0, "num_exponentials": 0}))
         return once.repeated(num_new_tokens - 1)
 
-    def _work(self, segment: str, *, is_beside: bool) -> Work:
+    def _work(self, segment: str, *, has_side_path: bool) -> Work:
         """Return the work of forwarding `segment` at any point, or of one whose perturbation is added in products."""
-        key = segment, is_beside
+        key = segment, has_side_path
         if key not in self._works:
-            self._works[key] = self._stored(self._counted(segment), segment, is_beside=is_beside)
+            self._works[key] = self._stored(self._counted(segment), segment, has_side_path=has_side_path)
         return self._works[key]
 
-    def _stored(self, work: Work, segment: str, *, is_beside: bool) -> Work:
+    def _stored(self, work: Work, segment: str, *, has_side_path: bool) -> Work:
         """Return the work of a segment whose parameters are stored as the plan says, from that with numbers."""
         return self._storage.forward_work(
             work,
             self._rank.model.param_groups_of(segment),
-            is_beside=is_beside,
+            has_side_path=has_side_path,
             kept_bytes=self._rank.hidden_bytes(segment),
         )
 
@@ -329,7 +334,7 @@ class Forwards(AxisWriter):
         num_kept: int | None = None,
     ) -> Work:
         plan, model = self._plan, self._plan.model
-        if self._rank.is_together:  # what stands beside a linear is added at all points at once
+        if self._rank.is_batched:  # what stands beside a linear is added at all points at once
             model = model.model_copy(update={"adapter_shapes": ()})
         work = forward_work(
             model,
@@ -345,6 +350,6 @@ class Forwards(AxisWriter):
         if segment == HEAD:
             return work
         # The input stays alive until the output replaces it.
-        num_eval_points = len(self._rank.own_eval_points) if self._rank.is_together else 1
+        num_eval_points = len(self._rank.own_eval_points) if self._rank.is_batched else 1
         workspace_bytes = work.workspace_bytes + num_eval_points * self._rank.hidden_bytes(segment)
         return work.model_copy(update={"workspace_bytes": workspace_bytes})

@@ -73,7 +73,7 @@ class Perturbations(AxisWriter):
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
         super().__init__(rank, listing)
-        self._are_kept = rank.plan.perturbations.kept or rank.is_together
+        self._are_kept = rank.plan.perturbations.kept or rank.is_batched
         self.sampling_order = sampling_order(rank.plan)
         self._positions = {group.name: position for position, group in enumerate(self.sampling_order)}
         # Perturbations that are there, by what they hold and by the bytes that they lie in: a new one replaces what it overlaps.

@@ -124,12 +124,12 @@ class Rank:
     def perturbed_whole(self, segment: str) -> tuple[ParamGroup, ...]:
         """Return the tuned groups of `segment` that a perturbation writes as a whole.
 
-        Others are read through gathered rows (:meth:`gathers`), or their perturbation is added in products (:meth:`is_beside`).
+        Others are read through gathered rows (:meth:`gathers`), or their perturbation is added in products (:meth:`has_side_path`).
         """
         return tuple(
             group
             for group in self.trainable(segment)
-            if not (self.gathers(group, segment) or self.is_beside(group))
+            if not (self.gathers(group, segment) or self.has_side_path(group))
         )
 
     def gathers(self, group: ParamGroup, segment: str) -> bool:
@@ -145,21 +145,21 @@ class Rank:
         """How parameters are stored, and perturbations beside them."""
         return self.plan.storage
 
-    def is_beside(self, group: ParamGroup) -> bool:
+    def has_side_path(self, group: ParamGroup) -> bool:
         """Whether `group` stays as it is at every point, and forwards add its perturbation: everything, where points are together."""
-        return group.num_trainable > 0 and (self.storage.is_beside(group) or self.is_together)
+        return group.num_trainable > 0 and (self.storage.has_side_path(group) or self.is_batched)
 
     # -- what several axes look at -----------------------------------------------------------------------------
 
     @property
-    def is_together(self) -> bool:
+    def is_batched(self) -> bool:
         """Whether one forward is at all points of this rank."""
         return self.plan.perturbs_by_adapters
 
     @property
     def adds_factors(self) -> bool:
         """Whether forwards at all points are handed the factors of perturbations rather than perturbations of factors."""
-        return self.is_together and self.plan.perturbations.rank is not None
+        return self.is_batched and self.plan.perturbations.rank is not None
 
     @property
     def is_full_pass(self) -> bool:

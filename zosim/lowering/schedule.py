@@ -90,8 +90,8 @@ class StepWriter:
         """Write one step: load, forwards at every point, projected gradients, immediate updates."""
         self._forwards.load()
         self._boundaries.receive_all()
-        if self._rank.is_together:
-            self._together()
+        if self._rank.is_batched:
+            self._batched()
         elif self._rank.is_full_pass:
             self._full_pass()
         else:
@@ -121,7 +121,7 @@ class StepWriter:
                 self._both_points(segment, perturbation)
             self.homes.offload(segment, changed=self._eval_points.leaves_changed(segment))
 
-    def _together(self) -> None:
+    def _batched(self) -> None:
         """Write one forward of each segment at all points, from the factors of every perturbation's perturbation."""
         for segment in self._rank.segments:
             self.homes.upload(segment)
@@ -129,7 +129,7 @@ class StepWriter:
             for perturbation in range(self._plan.estimator.num_perturbations):
                 for group in self._rank.trainable(segment):
                     self._perturbations.sample(group, perturbation, segment=segment)
-            self._forwards.together(segment)
+            self._forwards.batched(segment)
             self.homes.offload(segment, changed=self._eval_points.leaves_changed(segment))
 
     def _both_points(self, segment: str, perturbation: int) -> None:
@@ -175,7 +175,7 @@ class StepWriter:
                 self._perturbations.forget()
                 self._perturbations.sample(group, perturbation, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
-                for leap in () if self._rank.is_beside(group) else leaps:
+                for leap in () if self._rank.has_side_path(group) else leaps:
                     self._eval_points.perturb((group,), segment, perturbation, leap)
         self._perturbations.forget()
 

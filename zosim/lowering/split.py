@@ -171,7 +171,11 @@ def _boundary_tensors(
     is_inside = split.split_points[boundary].endswith(INSIDE)
     # Inside a block the activation crosses, and beside it the residual stream.
     inner = [(split.codec, model.intermediate_size, False)] if is_inside else []
-    for name, width, is_beside in (*inner, (split.residual_codec, model.hidden_size, is_inside)):
+    for name, width, has_side_path in (*inner, (split.residual_codec, model.hidden_size, is_inside)):
         codec, shape = codec_spec(name), (num_sequences, plan.seq, width)
         known = split.symbols(boundary)
-        yield codec, shape, boundary_statistics(known, shape, bits=codec.bits or 1, is_beside=is_beside)
+        yield (
+            codec,
+            shape,
+            boundary_statistics(known, shape, bits=codec.bits or 1, has_side_path=has_side_path),
+        )

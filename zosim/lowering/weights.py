@@ -140,7 +140,7 @@ class EvalPoints(AxisWriter):
     def weights(self, group: ParamGroup, segment: str, eval_point: EvalPoint) -> tuple[Access, ...]:
         """Return what a forward of `segment` at `eval_point` reads of `group`."""
         place = self._homes.place(group, segment)
-        if eval_point.is_perturbed and self._rank.is_beside(group):
+        if eval_point.is_perturbed and self._rank.has_side_path(group):
             return (
                 *self._homes.weights(group, place, 0),
                 self._perturbations.sampled(group, eval_point.perturbation),
@@ -153,7 +153,7 @@ class EvalPoints(AxisWriter):
         """Whether a visit of a step leaves parameters of `segment` in other bits than they came in."""
         stays = self.are_copies
         return any(
-            self._rank.is_delayed(group) or not (stays or self._rank.is_beside(group))
+            self._rank.is_delayed(group) or not (stays or self._rank.has_side_path(group))
             for group in self._rank.trainable(segment)
             if not self._rank.gathers(group, segment)
         )

@@ -370,8 +370,8 @@ class Ranking:
         width = model.hidden_size if residual else model.intermediate_size
         shape = self._pipeline.num_sequences, self._pipeline.plan.seq, width
         known = self._split_options.symbols(split_point, *((other, spec) if residual else (spec, other)))
-        beside = residual and split_point.endswith(INSIDE)
-        return shape, boundary_statistics(known, shape, bits=spec.bits or 1, is_beside=beside)
+        is_second = residual and split_point.endswith(INSIDE)
+        return shape, boundary_statistics(known, shape, bits=spec.bits or 1, has_side_path=is_second)
 
     def _boundary_seconds(self, split_point: str) -> tuple[float, float, float]:
         """Return the seconds in which one message is encoded, sent and decoded."""

@@ -145,9 +145,9 @@ class Forward:
     gather : tuple of str
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
         perturbation, because another segment needs the table itself unperturbed until its turn.
-    beside : tuple of str
+    side_paths : tuple of str
         Groups that are read unperturbed, and whose perturbation is added in the products that they are in.
-    together : tuple of Point
+    batched_eval_points : tuple of EvalPoint
         All points that it is at, side by side in one batch, `eval_point` the first of them; empty where it is at one.
     microbatch : int
         In a first-order step, which part of the batch.
@@ -159,8 +159,8 @@ class Forward:
     segment: str
     eval_point: WrittenEvalPoint
     gather: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-    together: tuple[WrittenEvalPoint, ...] = ()
+    side_paths: tuple[str, ...] = ()
+    batched_eval_points: tuple[WrittenEvalPoint, ...] = ()
     microbatch: int = 0
     num_new_tokens: int = 0
     kind: Literal["forward"] = "forward"

@@ -205,7 +205,7 @@ class World:
             tuple(range(len(machines))),
             (1,) * len(machines),
         )
-        return world.with_limits_alone()
+        return world.with_limits_only()
 
     @property
     def size(self) -> int:
@@ -244,7 +244,7 @@ class World:
         members = (rank, other) if rendezvous.sends else (other, rank)
         return members, (members, rendezvous.shared)
 
-    def with_limits_alone(self) -> World:
+    def with_limits_only(self) -> World:
         """Return the same world without the resources of which there is always enough for all who ask."""
         requested: dict[str, float] = defaultdict(float)
         for rank, resources in enumerate(self.resources):

@@ -91,11 +91,11 @@ class Forwards:
         assert isinstance(op, Forward)
         if op.segment not in context.forward_runner.segments:
             raise Unfit(f"runs {op.segment}, which is not a segment of the model")
-        if op.together:
-            return self._together(instruction, op)
+        if op.batched_eval_points:
+            return self._batched(instruction, op)
         tables = [self._gathered_table(instruction, op, group) for group in op.gather]
         whole_tables = [table.access for table in tables]
-        beside = [self._beside(instruction, op, group) for group in op.beside]
+        side_paths = [self._side_path(instruction, op, group) for group in op.side_paths]
         weights = [a for a in instruction.reads if context.store.is_weights(a) and a not in whole_tables]
         inputs = [access for access in instruction.reads if isinstance(access.what, Hidden)]
         output = location_of(only(instruction.writes, "write of what it makes"))
@@ -104,7 +104,7 @@ class Forwards:
         is_whole = op.segment not in (EMBED, HEAD) and not op.segment.endswith((FRONT, BACK))
         is_flat = all(context.store.section(access).is_flat for access in weights)
         # A graph holds addresses: it takes whole blocks, of weights that stay where they are.
-        is_graph = context.graphs is not None and is_whole and is_flat and not (tables or beside)
+        is_graph = context.graphs is not None and is_whole and is_flat and not (tables or side_paths)
 
         def forward(frame: StepFrame) -> None:
             if frame.replayed:
@@ -121,7 +121,7 @@ class Forwards:
                     with ExitStack() as stack:
                         for table in tables:
                             table.enter(stack, part)
-                        for added in beside:
+                        for added in side_paths:
                             stack.enter_context(added.there(frame))
                         # Popped, so that no hidden state outlives its use.
                         before = None if handed is None else handed.pop(0)
@@ -179,7 +179,7 @@ class Forwards:
         graphs.run(signature, launch, memory=memory, caller=op.segment, states=states)
         return made
 
-    def _together(self, instruction: Instruction, op: Forward) -> Action:
+    def _batched(self, instruction: Instruction, op: Forward) -> Action:
         """Return what runs a segment at all points side by side."""
         context, forward_runner = self._context, self._context.forward_runner
         if not isinstance(forward_runner, BatchedModel):
@@ -194,9 +194,9 @@ class Forwards:
             for access in instruction.reads
             if isinstance(access.what, PerturbationFactors | Perturbation)
         }
-        groups = [(group, self._scales_of(group, op.together)) for group in op.beside]
+        groups = [(group, self._scales_of(group, op.batched_eval_points)) for group in op.side_paths]
 
-        def together(frame: StepFrame) -> None:
+        def forward_batched(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             context.bind(weights)
@@ -207,7 +207,7 @@ class Forwards:
                 first = next(iter(perturbation for name, perturbation in factors_of if name == group))
                 perturbations = [
                     eval_point.perturbation if eval_point.is_perturbed else first
-                    for eval_point in op.together
+                    for eval_point in op.batched_eval_points
                 ]
                 accesses = [factors_of[group, perturbation] for perturbation in perturbations]
                 if isinstance(accesses[0].what, Perturbation):
@@ -226,8 +226,8 @@ class Forwards:
                 before = None if handed is None else handed.pop(0)
                 batch = self._borrowed(part)
                 outputs.append(
-                    forward_runner.run_together(
-                        op.segment, batch, part.cache, before, paths, len(op.together)
+                    forward_runner.run_batched(
+                        op.segment, batch, part.cache, before, paths, len(op.batched_eval_points)
                     )
                 )
             context.let_go(weights)
@@ -235,12 +235,14 @@ class Forwards:
                 values[output] = outputs
                 return
             counts = [part.num_averaged for part in context.loaded.parts]
-            for number, (eval_point, access) in enumerate(zip(op.together, instruction.writes, strict=True)):
+            for number, (eval_point, access) in enumerate(
+                zip(op.batched_eval_points, instruction.writes, strict=True)
+            ):
                 losses = [loss[number] for loss in outputs]
                 values[location_of(access)] = losses
                 frame.losses[eval_point] = accumulated(losses, counts)
 
-        return together
+        return forward_batched
 
     def _scales_of(self, group: str, eval_points: Sequence[EvalPoint]) -> list[float]:
         """Return what ``U·Vᵀ`` is multiplied by at each point."""
@@ -257,12 +259,12 @@ class Forwards:
     def _borrowed(self, part: MicroBatch) -> Batch:
         return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
 
-    def _beside(self, instruction: Instruction, op: Forward, group: str) -> _ForwardBeside:
+    def _side_path(self, instruction: Instruction, op: Forward, group: str) -> _ForwardSidePath:
         weights = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
         perturbation = only(
             of_group(group, Perturbation, instruction.reads), f"read of a perturbation of {group}"
         )
-        return _ForwardBeside(self._context, weights, perturbation, op.eval_point)
+        return _ForwardSidePath(self._context, weights, perturbation, op.eval_point)
 
     def _gathered_table(self, instruction: Instruction, op: Forward, group: str) -> _GatheredTable:
         table = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
@@ -324,7 +326,7 @@ def _perturbation_rows(context: Context, perturbation: Access, wanted: Tensor) -
 
 
 @dataclass(frozen=True)
-class _ForwardBeside:
+class _ForwardSidePath:
     """A group that stays as it is, while forwards see it at a point that a rounded perturbation leads to."""
 
     context: Context

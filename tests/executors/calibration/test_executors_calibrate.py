@@ -68,7 +68,7 @@ def test_products_do_the_flops_they_state(all_probes: list[probing.Probe]) -> No
 
     counted = [
         p for p in all_probes
-        if p.work.matmuls and not p.work.attention and p.beside is None and not p.work.matmuls[0].format
+        if p.work.matmuls and not p.work.attention and p.concurrent is None and not p.work.matmuls[0].format
     ]  # fmt: skip
     assert len(counted) == 4
     for probe in counted:
@@ -207,11 +207,11 @@ def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
 def test_what_runs_beside_really_does_and_stops() -> None:
     runs: list[float] = []
 
-    def beside() -> None:
+    def concurrent() -> None:
         runs.append(time.perf_counter())
         time.sleep(1e-4)
 
-    probe = probing.Probe("slow", Work(), lambda: time.sleep(0.01), beside=beside)
+    probe = probing.Probe("slow", Work(), lambda: time.sleep(0.01), concurrent=concurrent)
     calibrate._seconds(probe, 2, CPU)
     done = len(runs)
     assert done > 2

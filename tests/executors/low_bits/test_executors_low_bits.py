@@ -17,7 +17,7 @@ from executors.low_bits import exact_products, linear
 from executors.low_bits.grids import grid_of
 from executors.low_bits.linear import QuantizedLinear, quantize_layers
 from executors.low_bits.packed import PackedValues
-from executors.low_bits.quantized import Beside, QuantizedTensor
+from executors.low_bits.quantized import QuantizedTensor, SidePath
 from executors.low_bits.stored import UpdateCounts
 from executors.models.lora import attach_lora
 from executors.models.weight_files import save_pretrained
@@ -376,10 +376,10 @@ def test_a_perturbation_below_a_grid_step_acts_on_the_product(name):
     plain = layer(inputs)
     values = layer.quantized.values(torch.float32)
     assert torch.allclose(plain, inputs @ values.T + layer.bias, atol=1e-6)
-    layer.beside = Beside(perturbation, 1e-7)  # a thousandth of the finest step
+    layer.side_path = SidePath(perturbation, 1e-7)  # a thousandth of the finest step
     expected = inputs @ (values + 1e-7 * perturbation).T + layer.bias
     assert torch.allclose(layer(inputs), expected, atol=1e-6)
-    layer.beside = Beside(perturbation, 1e-5)
+    layer.side_path = SidePath(perturbation, 1e-5)
     assert torch.allclose(layer(inputs) - plain, 1e-5 * inputs @ perturbation.float().T, atol=1e-5)
 
 
@@ -398,7 +398,7 @@ def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activ
     outputs = []
     for layer in kernels.values():
         layer.bias.data = bias
-        layer.beside = Beside(perturbation, 1e-5)
+        layer.side_path = SidePath(perturbation, 1e-5)
         outputs.append(layer(inputs))
     assert torch.allclose(*outputs, rtol=1e-5, atol=1e-6)
     exact = torch.nn.functional.linear(inputs, weight(), bias)
@@ -416,7 +416,9 @@ def test_outputs_made_part_by_part_are_those_made_at_once(monkeypatch, scope, ro
     layer.quantized = quantized(quant_config, weight(192))
     generator = torch.Generator().manual_seed(5)
     perturbation = torch.randint(-127, 128, (192, 32), dtype=torch.int8, generator=generator)
-    layer.beside = Beside(perturbation, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long))
+    layer.side_path = SidePath(
+        perturbation, 1e-5, None if rows is None else torch.tensor(rows, dtype=torch.long)
+    )
     inputs = torch.randn(70, 32, generator=generator).bfloat16()
     whole = layer(inputs)
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 96)
@@ -487,7 +489,7 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
         outputs = []
         for layer in layers:
             layer.bias.data = layers[0].bias.data
-            layer.beside = Beside(
+            layer.side_path = SidePath(
                 torch.randint(-15, 16, (6, 32), dtype=torch.int8, generator=torch.Generator().manual_seed(1)),
                 factor,
             )

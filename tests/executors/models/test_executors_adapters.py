@@ -59,7 +59,7 @@ def test_losses_at_all_points_are_those_of_perturbed_models(shape):
     cache, hidden = StepCache(), None
     with torch.no_grad():
         for segment in forward_runner.segments:
-            hidden = forward_runner.run_together(segment, batch, cache, hidden, paths, 3)
+            hidden = forward_runner.run_batched(segment, batch, cache, hidden, paths, 3)
         for loss, scale in zip(hidden, scales, strict=True):
             moved = copy.deepcopy(plain)
             for name, parameter in moved.named_parameters():
@@ -87,7 +87,7 @@ def test_attention_over_packed_sequences_is_that_of_a_family(family):
     cache, hidden = StepCache(), None
     with torch.no_grad():
         for segment in forward_runner.segments:
-            hidden = forward_runner.run_together(segment, batch, cache, hidden, {}, 2)
+            hidden = forward_runner.run_batched(segment, batch, cache, hidden, {}, 2)
         loss = model(**batch, use_cache=False).loss.item()
     assert hidden.tolist() == pytest.approx([loss, loss], rel=1e-5)
     assert {group.mask is None for group in cache.packing.groups} == {True, False}
@@ -123,7 +123,7 @@ def test_behind_the_last_attention_is_what_predicts_a_label(shape):
             with torch.no_grad():
                 for segment in forward_runner.segments:
                     before.append((hidden, None if hidden is None else hidden.clone()))
-                    hidden = forward_runner.run_together(segment, batch, cache, hidden, {}, 3)
+                    hidden = forward_runner.run_batched(segment, batch, cache, hidden, {}, 3)
             packing = cache.packing
             is_few = forward_runner.narrows and num_labels == 2
             rows = {3 * (len(packing.predictors) if is_few else packing.num_tokens)}
@@ -146,7 +146,7 @@ def test_blocks_whose_mlp_reads_what_attention_read_are_run_whole():
     batch, cache, hidden = ragged([19, 15, 21, 20, 19]), StepCache(), None
     with torch.no_grad():
         for segment in forward_runner.segments:
-            hidden = forward_runner.run_together(segment, batch, cache, hidden, {}, 1)
+            hidden = forward_runner.run_batched(segment, batch, cache, hidden, {}, 1)
         assert hidden.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
 
 

@@ -36,7 +36,7 @@ def test_losses_and_logits_are_those_of_the_whole_model_at_the_present_weights()
         batch = batches(1)[0]
         session.step(batch)
         loss, logits = session.loss(batch), session.logits(batch)
-        with session.whole_model() as whole, torch.no_grad():
+        with session.unsharded_model() as whole, torch.no_grad():
             output = whole(**batch)
         assert loss == output.loss.item()
         assert torch.equal(logits, output.logits)

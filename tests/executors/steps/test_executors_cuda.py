@@ -43,7 +43,7 @@ def test_cuda_equals_the_literal_loop_bit_for_bit(placement, dtype):
             assert (record.losses_plus[0], record.losses_minus[0]) == (plus, minus)
             assert record.projected_gradients == (g,)
         timeline = session.timeline()
-        with session.whole_model() as whole:
+        with session.unsharded_model() as whole:
             assert differing(reference, whole) == []
     assert timeline.step_time_s > 0
 

@@ -170,7 +170,7 @@ def test_the_literal_loop_on_the_device_finds_the_same_bits(placement, dtype):
                     minus,
                     g,
                 )
-            with session.whole_model() as whole:
+            with session.unsharded_model() as whole:
                 assert whole.get_input_embeddings().weight.is_cuda
                 assert differing(reference, whole) == []
     assert device.findings == []

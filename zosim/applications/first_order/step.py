@@ -137,13 +137,13 @@ class FirstOrderWriter(Listing):
         writes = (
             [self.layout.hidden_gradient(self.layout.before(segment), number)] if segment != EMBED else []
         )
-        is_whole = self.layout.num_shards == 1
-        accumulates = is_whole and any(group.name in self._left for group in groups)
-        for group in groups if is_whole else ():
+        is_unsharded = self.layout.num_shards == 1
+        accumulates = is_unsharded and any(group.name in self._left for group in groups)
+        for group in groups if is_unsharded else ():
             reads += [self.layout.gradient(group, self._left[group.name])] if group.name in self._left else []
             self._left[group.name] = f"{segment}:m{number}"
             writes.append(self.layout.gradient(group, self._left[group.name]))
-        if not is_whole:
+        if not is_unsharded:
             self._summands[segment] = tuple(
                 self._next_buffer("summand", group, f"m{number}") for group in groups
             )

@@ -18,7 +18,7 @@ from executors.ranks.communicator import PIPELINE, Communicator
 from zosim.plans import Plan
 
 
-class WholeModel:
+class UnshardedModel:
     """Fetches parameters that other stages hold.
 
     Parameters
@@ -45,12 +45,12 @@ class WholeModel:
         self._owners = {} if communicator is None else _owners(plan, forward_runner, communicator)
 
     @contextmanager
-    def here(self, segment: str | None = None, *, on_first_alone: bool = False) -> Iterator[None]:
+    def here(self, segment: str | None = None, *, only_on_first: bool = False) -> Iterator[None]:
         """Hold all parameters on this rank for the length of the block, or those of one segment.
 
         Parameters
         ----------
-        on_first_alone : bool
+        only_on_first : bool
             Whether rank 0 alone needs them.
 
         Notes
@@ -62,30 +62,30 @@ class WholeModel:
         try:
             if not outer:
                 self._is_here = True
-                fetched += self._fetched(segment, on_first_alone=on_first_alone)
+                fetched += self._fetched(segment, only_on_first=only_on_first)
             yield
         finally:
             self._is_here = outer
             for tensor in fetched:
                 tensor.hold(stand_in(tensor, self._device))
 
-    def _fetched(self, segment: str | None, *, on_first_alone: bool) -> list[NamedTensor]:
+    def _fetched(self, segment: str | None, *, only_on_first: bool) -> list[NamedTensor]:
         """Fetch parameters into their places, and return them."""
         communicator = self._communicator
         if communicator is None or not self._owners:
             return []
         pipeline = communicator.members(PIPELINE)
-        if on_first_alone and 0 not in pipeline:
+        if only_on_first and 0 not in pipeline:
             return []
         fetched = []
         for group in self._forward_runner.param_groups:
             holders = self._owners[group.name]
             is_wanted = segment is None or segment in group.segments
-            lacks = 0 not in holders if on_first_alone else len(holders) < len(pipeline)
+            lacks = 0 not in holders if only_on_first else len(holders) < len(pipeline)
             if not (is_wanted and lacks):
                 continue
             # All ranks of the pipeline take part in the broadcast, whether or not they keep what comes.
-            is_kept = communicator.rank not in holders and (communicator.is_first or not on_first_alone)
+            is_kept = communicator.rank not in holders and (communicator.is_first or not only_on_first)
             tensors = self._forward_runner.tensors_of(group.name)
             for tensor, held in zip(tensors, self._spread(communicator, group.name, tensors), strict=True):
                 if is_kept:
