@@ -41,6 +41,7 @@ RENAMED: Mapping[str, str] = {
     "constants.name=pace_s": "reference_s",
     "constants.name=pace": "slowdown",
     "constants.name=sweep_*": "param_pass_*",
+    "constants.name=quant_rate.beside*": "quant_rate.side_path*",
     "device_kind": "device_type",
 }
 """Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""

@@ -14,7 +14,7 @@ from executors.runs.runlog import upgrade as upgraded_header
 from topology.hardware import resolve
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.plans import Mesh, Placement, Plan, Schedule, Split
+from zosim.plans import Mesh, Perturbations, Placement, Plan, Schedule, Split, Weights
 from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
@@ -82,10 +82,29 @@ def test_plans_programs_and_timelines_that_sweep_pass_over_the_parameters(staged
     assert Timeline.from_data(json.loads(old), "old") == timeline
 
 
+def test_a_program_with_points_together_has_batched_evaluation_points() -> None:
+    plan = Plan(
+        model=read_model_spec("opt-125m", trainable="linears"),
+        batch=4,
+        seq=16,
+        placement=Placement(topology="any", devices=("cpu0",)),
+        weights=Weights(perturbation="adapters"),
+        perturbations=Perturbations(distribution="factorised", rank=2),
+    )
+    programs = lower_all(plan)
+    old = (
+        programs.to_json().replace('"side_paths"', '"beside"').replace('"batched_eval_points"', '"together"')
+    )
+    assert '"together"' in old
+    assert '"beside"' in old
+    assert ProgramSet.from_data(json.loads(old), "old") == programs
+
+
 def test_a_profile_with_sweeps_has_passes_over_parameters() -> None:
     profile = Profiles(resolve("cpu-laptop")).of("cpu0")
-    old = profile.model_dump_json().replace('"param_pass_', '"sweep_')
+    old = profile.model_dump_json().replace('"param_pass_', '"sweep_').replace("side_path", "beside")
     assert '"sweep_cache_bandwidth' in old
+    assert '"quant_rate.beside' in old
     assert Profile.model_validate_json(old) == profile
 
 

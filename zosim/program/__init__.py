@@ -45,6 +45,9 @@ RENAMED: Mapping[str, str] = {
     "groups": "process_groups",
     "**.sweep_bytes": "param_pass_bytes",
     "*.op.point": "eval_point",
+    "*.op.beside": "side_paths",
+    "*.op.together": "batched_eval_points",
+    "**.quant_passes.*=beside": "side_path",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 
