@@ -19,7 +19,7 @@ from topology.schema import Link
 
 MAX_CYCLES = 25_000
 """Cycles that the exact search chooses from: all of a complete graph of nine GPUs, many more than a real board has."""
-MAX_VISITS = 2_000_000
+MAX_TRIED = 2_000_000
 """Beginnings of cycles that it follows, whether or not they close."""
 MAX_BRANCHES = 10_000
 """Of the integer program; those of real boards take a handful."""
@@ -196,10 +196,10 @@ def _cycles(
         return
     first = gpu_ids[0]
     place = {gpu_id: number for number, gpu_id in enumerate(gpu_ids)}
-    visits = count()
+    tried = count()
 
     def extend(order: tuple[str, ...], path: tuple[_SharedWire, ...]) -> Iterator[_Cycle]:
-        if next(visits) > MAX_VISITS:
+        if next(tried) > MAX_TRIED:
             message = f"these {len(gpu_ids)} GPUs can be visited in too many orders to look for rings"
             raise TopologyError(message, hint="ask for fewer GPUs")
         for other, joint in neighbours[order[-1]]:

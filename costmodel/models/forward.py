@@ -353,13 +353,13 @@ def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, shared: TracedBuf
     scores = trace.linear(rows, hidden, experts.num_experts)
     trace.free(trace.map(scores, drop=(scores,), exponentials=1))
     trace.num_kernels += _NUM_ROUTING_KERNELS
-    visits, inner = rows * experts.num_per_token, experts.intermediate_size
-    num_visited = round(experts.num_visited(rows))
-    order = trace.new(visits * _ORDER_BYTES // 4, "float32")
-    picked = lookup(trace, visits * hidden)
-    biases = [lookup(trace, visits * 2 * inner)] if experts.has_biases else []
-    both = trace.grouped(visits, hidden, 2 * inner, num_visited)
-    half = TracedBuffer(visits * inner, shape.dtype)
+    assignments, inner = rows * experts.num_per_token, experts.intermediate_size
+    num_active = round(experts.num_active(rows))
+    order = trace.new(assignments * _ORDER_BYTES // 4, "float32")
+    picked = lookup(trace, assignments * hidden)
+    biases = [lookup(trace, assignments * 2 * inner)] if experts.has_biases else []
+    both = trace.grouped(assignments, hidden, 2 * inner, num_active)
+    half = TracedBuffer(assignments * inner, shape.dtype)
     if experts.has_biases:  # gpt-oss clamps both halves, and writes its activation out
         parts = [trace.map(half, exponentials=number == 3) for number in range(6)]
         activated = trace.map(*parts[:2], drop=tuple(parts))
@@ -367,11 +367,11 @@ def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, shared: TracedBuf
         gate = trace.map(half, exponentials=1)
         activated = trace.map(gate, half, drop=(gate,))
     trace.free(both, *biases)
-    biases = [lookup(trace, visits * hidden)] if experts.has_biases else []
-    down = trace.grouped(visits, inner, hidden, num_visited)
+    biases = [lookup(trace, assignments * hidden)] if experts.has_biases else []
+    down = trace.grouped(assignments, inner, hidden, num_active)
     trace.free(activated)
     weighted = trace.map(down)
-    ordered = lookup(trace, visits * hidden)
+    ordered = lookup(trace, assignments * hidden)
     trace.free(weighted)
     output = trace.map(ordered, num_elements=rows * hidden, drop=(ordered, down, picked, order, *biases))
     return output if shared is None else trace.map(output, shared, drop=(output, shared))

@@ -178,7 +178,7 @@ class Experts(BaseModel):
             raise ModelError(message, hint="give one share per expert, not all of them 0")
         return self
 
-    def num_visited(self, num_tokens: int) -> float:
+    def num_active(self, num_tokens: int) -> float:
         """Return how many experts of a block so many tokens are expected to visit.
 
         Notes
@@ -190,19 +190,19 @@ class Experts(BaseModel):
         Examples
         --------
         >>> mixtral = Experts(num_experts=8, num_per_token=2, intermediate_size=14336)
-        >>> mixtral.num_visited(1), mixtral.num_visited(4), round(mixtral.num_visited(2048), 6)
+        >>> mixtral.num_active(1), mixtral.num_active(4), round(mixtral.num_active(2048), 6)
         (2.0, 5.46875, 8.0)
         """
         even = (1.0,) * self.num_experts
         total, left = self.shares or even, float(self.num_per_token)
         # No token visits an expert twice: what a large share has above 1 goes to the others.
         ordered = sorted(total, reverse=True)
-        rest, visited = sum(ordered), 0.0
+        rest, active = sum(ordered), 0.0
         for share in ordered:
             probability = min(1.0, left * share / rest) if rest else 0.0
-            visited += 1 - (1 - probability) ** num_tokens
+            active += 1 - (1 - probability) ** num_tokens
             left, rest = left - probability, rest - share
-        return visited
+        return active
 
     def visited_bounds(self, num_tokens: int) -> tuple[int, int]:
         """Return the fewest and the most experts of a block that so many tokens can visit."""

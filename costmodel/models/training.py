@@ -262,11 +262,13 @@ class TrainingRun:
             for name in names
         )
         if model.experts is not None:
-            visits = model.experts.num_per_token
-            inner = visits * model.experts.intermediate_size + model.experts.shared_size
+            assignments = model.experts.num_per_token
+            inner = assignments * model.experts.intermediate_size + model.experts.shared_size
             # Each visit has a row of its own, of what goes in and of what comes out.
             saved += (
-                self.tokens * width * (4 * (inner - model.intermediate_size) + 2 * visits * model.hidden_size)
+                self.tokens
+                * width
+                * (4 * (inner - model.intermediate_size) + 2 * assignments * model.hidden_size)
             )
         if model.norm == "rmsnorm" and not self.habits.fuses_norms:
             # Python's keeps its input and what it makes of it in float32, in place of its input alone.

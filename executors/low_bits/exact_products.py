@@ -62,10 +62,10 @@ def sums_in_float32(inputs: Tensor, weights: Tensor) -> Tensor:
     is_short = len(terms) == 1
     kind = torch.float32 if is_short else torch.int32
     sums = torch.zeros((num_rows, outputs), dtype=kind, device=inputs.device)
-    for stretch in terms:
-        numbers = inputs[:, stretch].float()
+    for span in terms:
+        numbers = inputs[:, span].float()
         for tile in tiles:
-            factors = weights[tile, stretch].float().T
+            factors = weights[tile, span].float().T
             if is_short:  # exact as it is: no sum of integers is needed
                 torch.mm(numbers, factors, out=sums[:, tile])
             else:

@@ -394,11 +394,11 @@ class QuantizedTensor(Stored):
             self._write(chosen, updated)
 
         sampled_at_once = at_once or (UNIFORMS_AT_ONCE if self.device.type == "cpu" else None)
-        for stretch in self._chunks(num_rows, elements=sampled_at_once):
-            sampled = uniforms(stretch.start * width, stretch.stop * width).view(-1, width)
+        for span in self._chunks(num_rows, elements=sampled_at_once):
+            sampled = uniforms(span.start * width, span.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
             for piece in self._chunks(len(sampled), elements=at_once and min(at_once, UPDATED_ELEMENTS)):
-                here = slice(stretch.start + piece.start, stretch.start + piece.stop)
+                here = slice(span.start + piece.start, span.start + piece.stop)
                 take_chunk(here, sampled[piece])
             del sampled
 

@@ -35,7 +35,7 @@ from executors.labels import IGNORED_LABEL
 from executors.low_bits.stored import DenseTensor
 from executors.models.blocks import UnsplitError, fills_masks, linears_of, refuse_unsupported
 from executors.models.halves import Halfway, HalvedBlock, as_tensor, normalises_last
-from executors.models.host_twins import host_twins
+from executors.models.host_mirrors import host_mirrors
 from executors.models.parameters import NamedTensor, absent, are_same, named_tensors
 from executors.models.recording_blocks import (
     BlockStandIns,
@@ -188,7 +188,7 @@ class SegmentedModel:
         return self._stand_ins.state(calls[0])
 
     def _run_front(self, batch: Batch, cache: StepCache) -> Any:
-        with self.format(), host_twins(self.device, batch, cache.host):
+        with self.format(), host_mirrors(self.device, batch, cache.host):
             return self.model(
                 input_ids=batch["input_ids"],
                 attention_mask=batch.get("attention_mask"),
@@ -284,7 +284,7 @@ class SegmentedModel:
         with (
             self._stand_ins.returning(state),
             self.format(),
-            host_twins(self.device),
+            host_mirrors(self.device),
             absent(self._front, state.device),
         ):
             tokens = torch.zeros((1, 1), dtype=torch.long, device=state.device).expand(shape)
@@ -577,7 +577,7 @@ class SuspendedModel(UnsplitModel):
         more = {"labels": batch["labels"]} if takes_labels else {}
 
         def forward() -> Any:
-            with host_twins(self.device, batch, cache.host):
+            with host_mirrors(self.device, batch, cache.host):
                 return self._run_model(batch, **more)
 
         return SuspendedForward(self._places, forward, self.device)

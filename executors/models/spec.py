@@ -193,12 +193,19 @@ def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
         "activation": activation if isinstance(activation, str) else "gelu",
         "is_causal": segmented.is_causal,
         "positions": "rotary" if fields.get("rope_parameters") else "learned",
-        "experts": _experts(segmented, hidden, declared(*_VISITS)),
+        "experts": _experts(segmented, hidden, declared(*_EXPERTS_PER_TOKEN)),
         "splits_inside": False,
     }
 
 
-_VISITS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "moe_k")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k",
+    "moe_k",
+)
 """What families call the number of experts that a token visits."""
 
 

@@ -84,10 +84,10 @@ class SequentialSampler:
         """Fill flat `views` as the pass that left `states` did."""
         self._again(views[0], states, lambda span, own: self._sample(span, views, own, factor))
 
-    def _again(self, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
+    def _again(self, like: Tensor, states: Sequence[Tensor], consume: _Consumer) -> None:
         """Visit all spans again, from the states at the marks."""
         shares = even_ranges(len(self._spans), self._num_threads)
-        self._threads.run([partial(self._from, share, like, states, visit) for share in shares])
+        self._threads.run([partial(self._from, share, like, states, consume) for share in shares])
 
     def feed(self, take: Take, like: Tensor, generator: Generator) -> list[Tensor]:
         """Hand every number on, piece by piece, advance `generator`, and return its states at the marks.
@@ -209,7 +209,7 @@ class SequentialSampler:
 
         return self._traverse(generator, out, keep)
 
-    def _traverse(self, generator: Generator, like: Tensor, visit: _Visit) -> list[Tensor]:
+    def _traverse(self, generator: Generator, like: Tensor, consume: _Consumer) -> list[Tensor]:
         """Visit all spans, advance `generator`, and return its states at the marks."""
         begin = generator.get_state()
         shares, raw = self._shares(like)
@@ -224,7 +224,7 @@ class SequentialSampler:
             for spans in self._spans[share.start : share.stop]:
                 states[number].append(own.get_state())
                 for span in spans:
-                    visit(span, own)
+                    consume(span, own)
             ends[number] = own.get_state()
 
         self._threads.run([partial(sample_share, number) for number in range(len(shares))])
@@ -252,12 +252,12 @@ class SequentialSampler:
             starts.append(starts[-1] + sum(num for num in spent if num is not None))
         return starts
 
-    def _from(self, share: range, like: Tensor, states: Sequence[Tensor], visit: _Visit) -> None:
+    def _from(self, share: range, like: Tensor, states: Sequence[Tensor], consume: _Consumer) -> None:
         generator = Generator(device=like.device)
         generator.set_state(states[share.start])
         for spans in self._spans[share.start : share.stop]:
             for span in spans:
-                visit(span, generator)
+                consume(span, generator)
 
     def _sample(
         self, span: _Elements, views: Sequence[Tensor], generator: Generator, factor: float | None
@@ -274,7 +274,7 @@ class _Elements:
     end: int
 
 
-_Visit = Callable[[_Elements, Generator], None]
+_Consumer = Callable[[_Elements, Generator], None]
 
 
 class _Sampled(NamedTuple):
@@ -330,7 +330,7 @@ def keep_rows(
     """
     width = out.shape[1]
     first, last = rows_between(wanted, width, begin, end)
-    for low, high, is_kept in _stretches(wanted[first:last], width, begin, end, sampler):
+    for low, high, is_kept in _kept_spans(wanted[first:last], width, begin, end, sampler):
         if not is_kept:
             if high < end or to_the_end:
                 sampler.skip(high - low, out, generator)
@@ -363,7 +363,7 @@ def rows_between(wanted: Sequence[int], width: int, begin: int, end: int) -> tup
     return bisect_left(wanted, begin // width), bisect_left(wanted, -(-end // width))
 
 
-def _stretches(
+def _kept_spans(
     rows: Sequence[int], width: int, begin: int, end: int, sampler: DistributionSampler
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""

@@ -80,7 +80,7 @@ class ParamSection:
             offset += tensor.num_elements
         return [*starts, offset]
 
-    def stretches(self, dtype: str, granularity: int) -> list[tuple[int, int]]:
+    def spans(self, dtype: str, granularity: int) -> list[tuple[int, int]]:
         """Return first element and length of what a CPU's generator fills at once as it fills one tensor after the other.
 
         Parameters

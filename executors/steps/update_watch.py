@@ -82,7 +82,7 @@ class UpdateWatch:
         self._num_sampled_there = torch.zeros(1, dtype=torch.int64, device=device)
         # Unchanged in the format of updates, and changed there alone.
         self._lost = torch.zeros(2, dtype=torch.int64, device=device)
-        self._stretches: dict[Access, list[tuple[int, int]]] = {}
+        self._spans: dict[Access, list[tuple[int, int]]] = {}
         formats = {
             access.what.group: program.buffer(access.buffer).dtype
             for access in program.initial
@@ -123,10 +123,10 @@ class UpdateWatch:
     def _sample(self, access: Access) -> Tensor:
         """Return copies of some elements of a group, evenly spread."""
         flat = self._store.placed(access).flat
-        stretches = self._stretches.get(access)
-        if stretches is None:
-            stretches = self._stretches[access] = _without_gaps(self._store.placed(access))
-        return torch.cat([flat[begin : end : self._stride] for begin, end in stretches])
+        spans = self._spans.get(access)
+        if spans is None:
+            spans = self._spans[access] = _without_gaps(self._store.placed(access))
+        return torch.cat([flat[begin : end : self._stride] for begin, end in spans])
 
     def _count(self, before: Tensor, after: Tensor, gradient: float | DeviceScalar) -> None:
         is_counted: Tensor | int = 1

@@ -38,7 +38,7 @@ EPSILON = 1e-3
 _ROUND_TRIP = (1, -2, 1)
 
 
-def _visits(trace: Trace) -> dict[Key, list[RecordedPass]]:
+def _passes_by_key(trace: Trace) -> dict[Key, list[RecordedPass]]:
     """Return the perturbations of each step, index and group, in the order in which they ran."""
     by_key: dict[Key, list[RecordedPass]] = {}
     for recorded in trace.param_passes:
@@ -54,7 +54,7 @@ def check_sequence(context: Context) -> Outcome:
             trace = train("tied", num_steps=2, dtype=dtype, seed=context.seed, **axes)
             sequences = sum(
                 tuple(recorded.scale for recorded in param_passes) != _ROUND_TRIP
-                for param_passes in _visits(trace).values()
+                for param_passes in _passes_by_key(trace).values()
             )
             unlike = sum(
                 not same_bits(
@@ -76,7 +76,7 @@ def check_drift(context: Context) -> Outcome:
     for dtype in DTYPES:
         trace = train("untied", num_steps=context.samples(10, 2), dtype=dtype, seed=context.seed, **BLOCKWISE)
         ratios, changed, total = 0.0, 0, 0
-        for param_passes in _visits(trace).values():
+        for param_passes in _passes_by_key(trace).values():
             drift = (param_passes[-1].after.double() - param_passes[0].before.double()).abs()
             ratios = max(ratios, float((drift / _rounding_bound(param_passes)).max()))
             changed += int((drift > 0).sum())
@@ -115,8 +115,8 @@ def check_unrestored(context: Context) -> Outcome:
 def _rounding_bound(param_passes: list[RecordedPass]) -> Tensor:
     """Return ``u·(|θ₁| + |θ₂| + |θ₃|)``, plus what products may lose below the normal range."""
     info = torch.finfo(param_passes[0].after.dtype)
-    visited = sum(recorded.after.double().abs() for recorded in param_passes)
-    return torch.as_tensor(visited * (info.eps / 2) + 2 * info.smallest_normal * info.eps)
+    magnitudes = sum(recorded.after.double().abs() for recorded in param_passes)
+    return torch.as_tensor(magnitudes * (info.eps / 2) + 2 * info.smallest_normal * info.eps)
 
 
 def check_copies(context: Context) -> Outcome:
@@ -145,7 +145,7 @@ def check_copies(context: Context) -> Outcome:
             unlike += sum(
                 [recorded.scale for recorded in param_passes] != [1, -1]
                 or not same_bits(param_passes[0].before, param_passes[1].before)
-                for param_passes in _visits(trace).values()
+                for param_passes in _passes_by_key(trace).values()
             )
             details.append(
                 f"{dtype}, {name}: {moved} of {len(start)} tensors moved; {unlike} of {len(trace.param_passes)} points differ"

@@ -121,8 +121,10 @@ def _more_than_lanes(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
 def _without_copies(cell: Cell, cells: Sequence[Cell]) -> str:
     """Return what the same setting prints for weights that stay on the GPU, where transfers cannot be the reason."""
     for other in cells:
-        is_twin = other.case.method.base == "MeZO" and other.case.method.parallel == cell.case.method.parallel
-        if is_twin and other.row.setting == cell.row.setting and other.row["gpus"] == cell.row["gpus"]:
+        is_same_method = (
+            other.case.method.base == "MeZO" and other.case.method.parallel == cell.case.method.parallel
+        )
+        if is_same_method and other.row.setting == cell.row.setting and other.row["gpus"] == cell.row["gpus"]:
             return f"; MeZO, which copies nothing, prints {other.printed:g} for the latter"
     return ""
 

@@ -294,13 +294,13 @@ class _GridOrder:
 
 def _chains(nodes: Sequence[Node], carried: Container[int], *, fused: bool) -> Iterable[_Chain]:
     """Return nodes in their order, chains of them as one if they may be."""
-    num_followers = Counter(before for _, edges in nodes for distance, before in edges if distance == 0)
+    num_successors = Counter(before for _, edges in nodes for distance, before in edges if distance == 0)
     chains: dict[int, _Chain] = {}
     for number, edges in nodes:
         chain = _Chain((number, edges), (number,))
         if fused and len(edges) == 1 and edges[0][0] == 0:
             before = edges[0][1]
-            if before in chains and num_followers[before] == 1 and before not in carried:
+            if before in chains and num_successors[before] == 1 and before not in carried:
                 first = chains.pop(before)
                 chain = _Chain((number, first.node[1]), first.numbers + chain.numbers)
         chains[number] = chain

@@ -119,14 +119,14 @@ def test_experts_that_are_visited_are_counted_as_they_are_when_tokens_choose():
     torch.manual_seed(0)
     for num_tokens in (1, 4, 16, 64):
         chosen = torch.rand(2000, num_tokens, 16).topk(3).indices.flatten(1)
-        visited = torch.tensor([len(row.unique()) for row in chosen], dtype=torch.float64)
-        error = visited.std() / 2000**0.5
+        active = torch.tensor([len(row.unique()) for row in chosen], dtype=torch.float64)
+        error = active.std() / 2000**0.5
         assert (
-            abs(visited.mean() - experts.num_visited(num_tokens)) <= 4 * error + 1e-4
+            abs(active.mean() - experts.num_active(num_tokens)) <= 4 * error + 1e-4
         )  # where all were visited in all of 2000 draws
         low, high = experts.visited_bounds(num_tokens)
-        assert low <= visited.min()
-        assert visited.max() <= high
+        assert low <= active.min()
+        assert active.max() <= high
 
 
 def test_uneven_experts_are_visited_by_no_more_than_even_ones():
@@ -134,7 +134,7 @@ def test_uneven_experts_are_visited_by_no_more_than_even_ones():
     uneven = Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=shares)
     even = uneven.model_copy(update={"shares": ()})
     for num_tokens in (1, 2, 8, 100):
-        assert uneven.num_visited(num_tokens) <= even.num_visited(num_tokens) + 1e-9
-    assert uneven.num_visited(1) == pytest.approx(2)
+        assert uneven.num_active(num_tokens) <= even.num_active(num_tokens) + 1e-9
+    assert uneven.num_active(1) == pytest.approx(2)
     with pytest.raises(ModelError, match="shares of 3 experts"):
         Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=(1, 1, 1))

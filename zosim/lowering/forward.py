@@ -127,8 +127,8 @@ class Forwards(AxisWriter):
             # unless they perturb copies.
             first = eval_point.perturbation if self._eval_points.are_copies else 0
             reads += [
-                self._perturbations.rows(group, visited)
-                for visited in range(first, eval_point.perturbation + 1)
+                self._perturbations.rows(group, earlier)
+                for earlier in range(first, eval_point.perturbation + 1)
             ]
         reads += self._inputs(segment, eval_point)
         left = self._losses.left_by_head(eval_point) if segment == HEAD else rank.hidden(eval_point, segment)

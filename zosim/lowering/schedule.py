@@ -107,7 +107,7 @@ class StepWriter:
         for segment in self._rank.segments:
             # No step follows whose visit would apply it.
             if any(map(self._rank.is_delayed, self._updated_with(segment))):
-                self._visit(segment, step_before=True)
+                self._execute_block(segment, step_before=True)
 
     # -- traversals --------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class StepWriter:
         *others, last = self._rank.segments
         for segment in (last, *others):
             if any(not self._rank.is_delayed(group) for group in self._updated_with(segment)):
-                self._visit(segment, step_before=False)
+                self._execute_block(segment, step_before=False)
 
     def _updated_with(self, segment: str) -> list[ParamGroup]:
         return [group for group in self._rank.updated_with(segment) if group.num_trainable]
@@ -202,7 +202,7 @@ class StepWriter:
         is_last = segment == self._rank.segments[-1] and self._plan.estimator.num_perturbations == 1
         return is_last and not self._rank.is_delayed(group)
 
-    def _visit(self, segment: str, *, step_before: bool) -> None:
+    def _execute_block(self, segment: str, *, step_before: bool) -> None:
         """Write the updates of the groups that `segment` owns, fetching them first where they are offloaded."""
         suffix = ":update"
         self.homes.upload(segment, suffix)

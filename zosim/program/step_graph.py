@@ -121,7 +121,7 @@ class Rendezvous(NamedTuple):
         return self.group, self.offset, self.number
 
 
-class Watcher(NamedTuple):
+class Observer(NamedTuple):
     """An instruction that waits for one on the other members of a group."""
 
     group: str
@@ -376,7 +376,7 @@ class StepGraph:
             for _, source in edges:
                 count[source] += 1
         awaited = {source for position, edges in self._flush_edges.items() if position for source, _ in edges}
-        awaited |= {self.number["step"][name] for name in self.watchers if name in self.number["step"]}
+        awaited |= {self.number["step"][name] for name in self.observers if name in self.number["step"]}
         rendezvous = set(self.rendezvous_numbers["step"].values())
         awaited |= rendezvous | {self.host}
         links = {}
@@ -491,15 +491,15 @@ class StepGraph:
     # -- other ranks -------------------------------------------------------------------------------------------
 
     @cached_property
-    def watchers(self) -> dict[str, list[Watcher]]:
+    def observers(self) -> dict[str, list[Observer]]:
         """By the id of a peer's instruction, who waits for it."""
-        watchers: dict[str, dict[Watcher, None]] = defaultdict(dict)
+        observers: dict[str, dict[Observer, None]] = defaultdict(dict)
         for phase in PHASES:
             for number, item in enumerate(getattr(self.program, phase)):
                 for edge in item.after:
                     if edge.group:
-                        watchers[edge.instruction][Watcher(edge.group, phase, edge.distance, number)] = None
-        return {instruction: list(listed) for instruction, listed in watchers.items()}
+                        observers[edge.instruction][Observer(edge.group, phase, edge.distance, number)] = None
+        return {instruction: list(listed) for instruction, listed in observers.items()}
 
     @cached_property
     def rendezvous_of(self) -> dict[Phase, list[Rendezvous | None]]:
@@ -569,7 +569,7 @@ class StepGraph:
             if self._is_in_run(place.position, edge.distance, edge.instruction)
         ]
 
-    def follower(self, place: RunNode) -> RunNode | None:
+    def successor(self, place: RunNode) -> RunNode | None:
         """Return the place just before this one on its stream, None for the first."""
         edge = self.follows(place.position, self._number_of(place))
         return None if edge is None else self._place(place.position, edge)

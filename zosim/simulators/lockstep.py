@@ -71,13 +71,13 @@ class Times:
     Attributes
     ----------
     start_s, end_s : array of float
-    needs : array of int
+    num_pending : array of int
         How many others each instruction still waits for.
     """
 
     start_s: Floats
     end_s: Floats
-    needs: Counts
+    num_pending: Counts
 
 
 class Kind:
@@ -215,7 +215,7 @@ class Lockstep:
         self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
         # Hardly any instruction is waited for by peers, so the others need not look for watchers.
-        self._is_watched = {name for kind in self._kinds for name in kind.graph.watchers}
+        self._is_observed = {name for kind in self._kinds for name in kind.graph.observers}
         self._unfinished: dict[int, int] = {}
         self._depth = max(kind.graph.max_distance for kind in self._kinds)
         self._detector = PeriodDetector(self._depth)
@@ -378,9 +378,9 @@ class Lockstep:
         if part != "step":
             self._num_others -= len(cols)
             self._others_until_s = math.inf if self._num_others else now_s
-        for distance, follower in kind.graph.after(position)[number]:
-            self._take_need(kind, position + distance, follower, cols)
-        if number < len(kind.graph.ids[part]) and kind.graph.ids[part][number] in self._is_watched:
+        for distance, successor in kind.graph.after(position)[number]:
+            self._take_need(kind, position + distance, successor, cols)
+        if number < len(kind.graph.ids[part]) and kind.graph.ids[part][number] in self._is_observed:
             self._notify_peers(kind, position, kind.graph.ids[part][number], cols)
         self._unfinished[position] -= num_ended
         if part == "step" and self._unfinished[position] == 0:
@@ -389,7 +389,7 @@ class Lockstep:
     def _take_need(self, kind: Kind, position: int, number: int, cols: Ints) -> None:
         if position not in self._unfinished:
             self._open(position)
-        left = kind.times[position].needs[number]
+        left = kind.times[position].num_pending[number]
         # Without an index where all ranks are in step, which is the usual case.
         if len(cols) == len(kind):
             left -= 1
@@ -402,12 +402,14 @@ class Lockstep:
 
     def _notify_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
         """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
-        for group in {watcher[0] for other in self._kinds for watcher in other.graph.watchers.get(name, ())}:
+        for group in {
+            observer[0] for other in self._kinds for observer in other.graph.observers.get(name, ())
+        }:
             ready = self._now_done(group, position, name, kind.first + cols)
             for other in self._kinds:
                 own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
                 if own.size:
-                    for wanted, part, distance, number in other.graph.watchers.get(name, ()):
+                    for wanted, part, distance, number in other.graph.observers.get(name, ()):
                         need, target = (group, distance, name), position + distance
                         is_there = target <= self.num_steps + 1 and other.graph.phase(target) == part
                         if wanted == group and is_there and need in other.graph.peers(target)[number]:

@@ -157,7 +157,7 @@ class Sampling:
     def _sampler(self, op: Sample, wanted: Sequence[Access]) -> SequentialSampler:
         sampler = sampler_named(op.distribution)
         if op.keep == "all" and not op.bits:
-            numels = [length for _, length in self._stretches(wanted[0], sampler)]
+            numels = [length for _, length in self._spans(wanted[0], sampler)]
         else:
             numels = [tensor.num_elements for tensor in self._section(op).tensors]
         # Smaller groups are not worth sharing among threads.
@@ -191,7 +191,7 @@ class Sampling:
         if op.bits:
             return self._sequential_qvalues(op, sequential, wanted)
 
-        views, graphs = self._stretch_views(wanted[0], sampler_named(op.distribution)), self._context.graphs
+        views, graphs = self._span_views(wanted[0], sampler_named(op.distribution)), self._context.graphs
 
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
             if graphs is None:
@@ -229,7 +229,7 @@ class Sampling:
     ) -> Callable[[StepFrame, list[Tensor]], object]:
         if op.bits:
             return self._sequential_qvalues(op, sequential, wanted)
-        views = self._stretch_views(wanted[0], sampler_named(op.distribution))
+        views = self._span_views(wanted[0], sampler_named(op.distribution))
 
         def fill(_frame: StepFrame, states: list[Tensor]) -> None:
             self._scaling(wanted[0], partial(sequential.fill_again, views(), states))
@@ -353,20 +353,20 @@ class Sampling:
         shape = (rows.numel(), table.shape[1])
         return torch.empty(shape, dtype=dtype or table.values.dtype, device=self._device)
 
-    def _stretches(self, target: Access, sampler: DistributionSampler) -> list[tuple[int, int]]:
+    def _spans(self, target: Access, sampler: DistributionSampler) -> list[tuple[int, int]]:
         """Return first element and length of what one call draws."""
         section, dtype = self._store.section(target), self._store.format_of(target)
         # Other devices' generators begin anew with every call.
-        return section.stretches(
+        return section.spans(
             dtype, sampler.distribution.granularity if self._device.type == "cpu" else sys.maxsize
         )
 
-    def _stretch_views(self, target: Access, sampler: DistributionSampler) -> Callable[[], list[Tensor]]:
-        stretches = self._stretches(target, sampler)
+    def _span_views(self, target: Access, sampler: DistributionSampler) -> Callable[[], list[Tensor]]:
+        spans = self._spans(target, sampler)
 
         def views() -> list[Tensor]:
             flat = self._store.placed(target).flat
-            return [flat[begin : begin + length] for begin, length in stretches]
+            return [flat[begin : begin + length] for begin, length in spans]
 
         return views
 

@@ -40,17 +40,17 @@ def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, sampler, num
     generators = [generator_on(CPU, 5) for _ in range(2)]
     for start, numel in zip(starts, numels, strict=True):
         sampler.fill(one_by_one[start : start + numel], generators[0])
-    stretches = part.stretches(dtype, sampler.distribution.granularity)
-    for begin, length in stretches:
+    spans = part.spans(dtype, sampler.distribution.granularity)
+    for begin, length in spans:
         sampler.fill(at_once[begin : begin + length], generators[1])
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
-    assert sum(length for _, length in stretches) == sum(numels)
+    assert sum(length for _, length in spans) == sum(numels)
 
 
 def test_tensors_of_even_sizes_are_one_stretch_and_gaps_part_others():
-    assert part_of([64, 128, 64]).stretches("float32", 16) == [(0, 256)]
-    assert part_of([64, 20, 64]).stretches("float32", 16) == [(0, 84), (96, 64)]
-    assert part_of([64, 8, 64]).stretches("float32", 16) == [(0, 64), (64, 8), (80, 64)]
-    every = part_of([64, 128]).stretches("float32", 1 << 62)
+    assert part_of([64, 128, 64]).spans("float32", 16) == [(0, 256)]
+    assert part_of([64, 20, 64]).spans("float32", 16) == [(0, 84), (96, 64)]
+    assert part_of([64, 8, 64]).spans("float32", 16) == [(0, 64), (64, 8), (80, 64)]
+    every = part_of([64, 128]).spans("float32", 1 << 62)
     assert every == [(0, 64), (64, 128)]

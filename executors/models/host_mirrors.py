@@ -37,7 +37,7 @@ _KNOWN = _MADE_OF_NUMBERS | {
 _HOST = torch.device("cpu")
 
 
-class _Twin:
+class _Mirror:
     """A host tensor equal to one on the accelerator, computed on demand."""
 
     __slots__ = ("_args", "_function", "_kwargs", "_made")
@@ -57,7 +57,7 @@ class _Twin:
         return self._made
 
 
-class HostTwins(TorchFunctionMode):
+class HostMirrors(TorchFunctionMode):
     """Answers questions about integers of a batch, and about integers computed from them, without waiting for the accelerator.
 
     Parameters
@@ -68,26 +68,26 @@ class HostTwins(TorchFunctionMode):
     Notes
     -----
     Of each integer or boolean tensor that known ones become while the mode is on, it notes how; only what a question
-    depends on is ever computed on the host. A function that is not on its list leaves its result without a twin,
+    depends on is ever computed on the host. A function that is not on its list leaves its result without a mirror,
     and a change in place all tensors, since views share memory: then the device is asked as ever.
     """
 
     def __init__(self, known: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         super().__init__()
-        self._twins = WeakTensorKeyDictionary()
+        self._mirrors = WeakTensorKeyDictionary()
         for there, here in known:
-            self._twins[there] = _Twin(None, None, None, here)
+            self._mirrors[there] = _Mirror(None, None, None, here)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, or answer for it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _QUESTIONS:
-            twins = self._with_twins(args, kwargs)
-            if twins is not None:
-                args, kwargs = tree_map(_numbers_of, twins)
+            mirrored = self._with_mirrors(args, kwargs)
+            if mirrored is not None:
+                args, kwargs = tree_map(_numbers_of, mirrored)
             return func(*args, **kwargs)
         if _changes(name) or "out" in kwargs:
-            self._twins.clear()
+            self._mirrors.clear()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         is_there = isinstance(result, Tensor) and result.device.type != "cpu"
@@ -98,26 +98,26 @@ class HostTwins(TorchFunctionMode):
             and not result.dtype.is_complex
             and name.strip("_") in _KNOWN
         ):
-            twins = self._with_twins(args, kwargs)
-            if twins is not None:
-                self._twins[result] = _Twin(func, *twins)
+            mirrored = self._with_mirrors(args, kwargs)
+            if mirrored is not None:
+                self._mirrors[result] = _Mirror(func, *mirrored)
         return result
 
-    def _with_twins(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-        """Return arguments with twins for tensors, and the host for devices; None if a tensor has no twin."""
+    def _with_mirrors(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """Return arguments with mirrors for tensors, and the host for devices; None if a tensor has no mirror."""
 
-        def twin(value: Any) -> Any:
+        def mirror(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return self._twins.get(value, value)
+                return self._mirrors.get(value, value)
             return _HOST if isinstance(value, torch.device) else value
 
-        twins = tree_map(twin, (args, {**kwargs}))
-        if "device" in twins[1]:
-            twins[1]["device"] = _HOST
-        return None if tree_any(lambda value: isinstance(value, Tensor), twins) else twins
+        mirrored = tree_map(mirror, (args, {**kwargs}))
+        if "device" in mirrored[1]:
+            mirrored[1]["device"] = _HOST
+        return None if tree_any(lambda value: isinstance(value, Tensor), mirrored) else mirrored
 
 
-def host_twins(
+def host_mirrors(
     device: torch.device, batch: Mapping[str, Tensor] | None = None, host: Mapping[str, Tensor] | None = None
 ) -> AbstractContextManager[Any]:
     """Answer questions about a batch on an accelerator from its tensors on the host; on a CPU do nothing.
@@ -130,11 +130,11 @@ def host_twins(
     if device.type == "cpu":
         return nullcontext()
     batch, host = batch or {}, host or {}
-    return HostTwins((batch[name], tensor) for name, tensor in host.items() if name in batch)
+    return HostMirrors((batch[name], tensor) for name, tensor in host.items() if name in batch)
 
 
 def _numbers_of(value: Any) -> Any:
-    return value.numbers() if isinstance(value, _Twin) else value
+    return value.numbers() if isinstance(value, _Mirror) else value
 
 
 def _changes(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executors.models.host_twins import HostTwins, host_twins
+from executors.models.host_mirrors import HostMirrors, host_mirrors
 from tests.support.simulated_cuda import simulated
 
 
@@ -19,7 +19,7 @@ def device():
 def test_what_is_computed_of_a_batch_is_known_on_the_host(device, last):
     here = torch.tensor([[1, 1, 1], [1, 1, last]])
     there = here.to("cuda", non_blocking=True)
-    with HostTwins([(there, here)]):
+    with HostMirrors([(there, here)]):
         positions = there.cumsum(-1) - 1
         answers = [
             bool(there.sum() == there.numel()),
@@ -35,7 +35,7 @@ def test_what_is_computed_of_a_batch_is_known_on_the_host(device, last):
 def test_a_tensor_that_was_changed_is_asked_itself(device):
     here = torch.tensor([1, 1, 0])
     there = here.to("cuda", non_blocking=True)
-    with HostTwins([(there, here)]):
+    with HostMirrors([(there, here)]):
         there.view(-1)[2:].fill_(1)
         assert bool(there.all())
     assert device.synchronisations.total() == 1
@@ -45,7 +45,7 @@ def test_a_tensor_that_was_changed_is_asked_itself(device):
 def test_numbers_that_may_differ_between_devices_are_the_devices(device, made):
     here = torch.tensor([1, 1, 0])
     there = here.to("cuda", non_blocking=True)
-    with HostTwins([(there, here)]):
+    with HostMirrors([(there, here)]):
         before = device.synchronisations.total()
         made(there).sum().item()
         assert device.synchronisations.total() > before
@@ -54,7 +54,7 @@ def test_numbers_that_may_differ_between_devices_are_the_devices(device, made):
 def test_tensors_that_go_are_not_kept(device):
     here = torch.ones(1000, dtype=torch.long)
     there = here.to("cuda", non_blocking=True)
-    with HostTwins([(there, here)]):
+    with HostMirrors([(there, here)]):
         before = torch.cuda.memory_allocated()
         total = (there + 1).sum()
         assert torch.cuda.memory_allocated() - before == 512
@@ -63,5 +63,5 @@ def test_tensors_that_go_are_not_kept(device):
 
 def test_a_cpu_needs_none():
     batch = {"input_ids": torch.ones(2)}
-    with host_twins(torch.device("cpu"), batch, batch):
+    with host_mirrors(torch.device("cpu"), batch, batch):
         assert len(torch.overrides._get_current_function_mode_stack()) == 0
