@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 from costmodel.estimate import estimate
@@ -28,16 +28,35 @@ def forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     return bounded(lambda bound: _seconds(works, profile, bound))
 
 
+def pass_s(row: MeasuredRow, measured_machine: MeasuredMachine, bound: Bound) -> float:
+    """Return the seconds of one pass over the prompt, all weights on the device."""
+    profile, seq = code_of(row["code"]).profile(measured_machine.burst_profile), row.count("seq")
+    works = _pass_works(row, measured_machine, model_of(row), num_rows=seq, length=seq)
+    return _seconds(list(works), profile, bound)
+
+
 def streamed_generation(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a pass over the prompt and one more for each further token, weights uploaded in each."""
+    model, profile = model_of(row), code_of(row["code"]).profile(measured_machine.burst_profile)
+    blocks = [group for group in model.param_groups if group.segments[0].startswith("block")]
+    size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
+    uploaded = copy_work(min(row.count_or("bytes", size), size))
+
+    def upload_s(bound: Bound) -> float:
+        return estimate(uploaded, profile, bound=bound).seconds
+
+    return bounded(lambda bound: generation_s(row, measured_machine, upload_s, bound))
+
+
+def generation_s(
+    row: MeasuredRow, measured_machine: MeasuredMachine, moved_s: Callable[[Bound], float], bound: Bound
+) -> float:
+    """Return the seconds of a pass over the prompt and one more for each further token, each of which brings weights in `moved_s`."""
     model, seq, profile = (
         model_of(row),
         row.count("seq"),
         code_of(row["code"]).profile(measured_machine.burst_profile),
     )
-    blocks = [group for group in model.param_groups if group.segments[0].startswith("block")]
-    size = FORMATS[row.dtype].element_bytes * sum(group.num_parameters for group in blocks)
-    uploaded = min(row.count_or("bytes", size), size)
     passes = {0: list(_pass_works(row, measured_machine, model, num_rows=seq, length=seq))}
     num_more = row.count_or("generated_tokens", 1) - 1
     passes |= {
@@ -46,17 +65,13 @@ def streamed_generation(row: MeasuredRow, measured_machine: MeasuredMachine) -> 
     }
     # Accelerate's hooks copy a layer's weights when it is called; the others copy ahead.
     overlaps = row["code"] != "hf-accelerate"
-
-    def seconds(bound: Bound) -> float:
-        # Stages run in turn, and so do their uploads.
-        upload_s = estimate(copy_work(uploaded), profile, bound=bound).seconds
-        passed_s = {
-            number: max(upload_s, one) if overlaps else upload_s + one
-            for number, one in ((number, _seconds(works, profile, bound)) for number, works in passes.items())
-        }
-        return passed_s.pop(0) + _summed(passed_s)
-
-    return bounded(seconds)
+    # Stages run in turn, and so do their uploads.
+    upload_s = moved_s(bound)
+    passed_s = {
+        number: max(upload_s, one) if overlaps else upload_s + one
+        for number, one in ((number, _seconds(works, profile, bound)) for number, works in passes.items())
+    }
+    return passed_s.pop(0) + _summed(passed_s)
 
 
 def moe_forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:

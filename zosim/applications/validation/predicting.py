@@ -9,7 +9,7 @@ from costmodel.devices.collectives import COLLECTIVES
 from costmodel.devices.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
-from zosim.applications.validation import first_order, kernels, links, passes, steps
+from zosim.applications.validation import drives, first_order, kernels, links, passes, steps
 from zosim.applications.validation.codes import CODES
 from zosim.applications.validation.measured_machines import MeasuredMachine, MeasuredMachines
 from zosim.applications.validation.models import likeness
@@ -38,6 +38,7 @@ PREDICTORS: dict[str, Predictor] = {
     "first_order_memory": _first_order_memory,
     "first_order_fits": first_order.fits,
     "moe_forward": passes.moe_forward,
+    "nvme_streamed": drives.nvme_streamed,
     "first_order_throughput": first_order.throughput,
 }
 """By the kind of a row."""
