@@ -10,6 +10,7 @@ Seven functions do what the commands of their names do, with the same options::
     zosim.compare("runs/first")  # what was predicted beside what was measured
     zosim.write_report(decision, "runs/first", output="report.html")  # both as one page, with charts
     zosim.buy("opt-66b", budget="500 USD")  # which machine, and what would change the answer
+    zosim.whatif(decision, drop=["gpu3"])  # a plan on a changed machine, and what its step depends on
     zosim.sweep("configurations.csv")  # many configurations planned, and kept in a database
 
 Names are loaded when they are first used, so that ``import zosim`` costs nothing.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zosim.applications.html_report.command import write_report as write_report
     from zosim.applications.sweep.sweeping import sweep as sweep
     from zosim.applications.trace import save_trace as save_trace
+    from zosim.applications.whatif.answer import whatif as whatif
     from zosim.hardware.machine import Machine as Machine
     from zosim.lowering import lower as lower
     from zosim.planning.planner import Decision as Decision

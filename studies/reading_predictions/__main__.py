@@ -6,7 +6,7 @@ from costmodel.devices.datasheet import datasheet_profile
 from costmodel.rates.profile import Constant, Profile
 from studies.reading_predictions.cases import changed, offloaded, on_cpu, run_on
 from zosim.analysis.compare import compare
-from zosim.applications.buying.levers import levers
+from zosim.analysis.levers import levers
 from zosim.planning.predict import PlannedRun
 
 _ALONE = ("sampling_rate.normal.float32", "matmul_rate.float32", "param_pass_bandwidth.float32")

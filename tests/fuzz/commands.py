@@ -383,7 +383,16 @@ COMMANDS: tuple[Target, ...] = (
         quick=15,
     ),
     command(
-        "full",
+        "whatif",
+        (
+            "plan.json --set gpu0.speed=0.5 --set pcie.bandwidth=8GB/s --drop gpu1 --derive none",
+            "plan.json --drop gpu1 --max-device-memory 20GiB --derive none --json",
+        ),
+        lambda: {"plan.json": seeds.plan_of_ranks()},
+        quick=6,
+    ),
+    command(
+        "sweep",
         ("rows.csv -o out.sqlite --table out.csv", "grid.yaml -o out.sqlite --shard 1/2 --merge out.sqlite"),
         lambda: {
             "rows.csv": b"model,hardware,batch,seq\nopt-125m,rtx4090-2x,1,32\nspec.json,cpu-laptop,2,\n",

@@ -14,9 +14,9 @@ from costmodel.models.configs import read_model_spec
 from tests.support.requests import set_in
 from topology import load_preset
 from topology.errors import PlanError, ZosimError
+from zosim.analysis.levers import levers
 from zosim.applications.buying.answer import buy as buy_for
 from zosim.applications.buying.command import buy
-from zosim.applications.buying.levers import levers
 from zosim.applications.buying.machine import Job, machines_named, share_of, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
 from zosim.applications.buying.sensitivity import effects, limiter, memory_thresholds

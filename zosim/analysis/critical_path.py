@@ -140,19 +140,32 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
     TimelineError
         If the path is empty or takes no time.
     """
+    return bottlenecks(path)[0]
+
+
+def bottlenecks(path: CriticalPath) -> tuple[Bottleneck, ...]:
+    """Return the labels and limiters of a critical path, those that take the largest parts first.
+
+    Raises
+    ------
+    TimelineError
+        If the path is empty or takes no time.
+    """
     if not path.duration_s > 0:
         message = f"the critical path of rank {path.rank} takes {path.duration_s} s, so it has no bottleneck"
         raise TimelineError(message, hint="use a timeline with at least one step that takes time")
     groups: dict[tuple[str, str, bool], float] = defaultdict(float)
     for item in path.segments:
         groups[item.label, item.limiter, item.stream in _COPIES] += item.duration_s
-    (label, limiter, is_copy), seconds = max(groups.items(), key=lambda item: item[1])
-    return Bottleneck(
-        description=_describe(label, limiter, is_copy),
-        label=label,
-        limiter=limiter,
-        share=seconds / path.duration_s,
-        seconds_per_step=seconds / max(path.num_steps, 1),
+    return tuple(
+        Bottleneck(
+            description=_describe(label, limiter, is_copy),
+            label=label,
+            limiter=limiter,
+            share=seconds / path.duration_s,
+            seconds_per_step=seconds / max(path.num_steps, 1),
+        )
+        for (label, limiter, is_copy), seconds in sorted(groups.items(), key=lambda item: -item[1])
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -63,12 +63,15 @@ class Profiles:
     topology : Topology
     path, num_threads, is_host
         As for :func:`profile_for`.
+    before : Topology or None
+        The machine before its figures changed, which calibrated rates are of.
     """
 
     topology: Topology
     path: str | Path | None = None
     num_threads: int | None = None
     is_host: bool = False
+    before: Topology | None = None
     _known: dict[object, Profile] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, device: str, num_ranks: int = 1) -> Profile:
@@ -88,15 +91,46 @@ class Profiles:
         key = (self._isomorphic.representative(device), threads)
         if key not in self._known:
             made = profile_for(
-                self.topology, device, path=self.path, num_threads=threads, is_host=self.is_host
+                self.before or self.topology,
+                device,
+                path=self.path,
+                num_threads=threads,
+                is_host=self.is_host,
             )
+            if self.before is not None:
+                made = _carried_over(made, self.before, self.topology, device)
             # Equal profiles are one, so that machines with them are seen to be alike.
             self._known[key] = next((known for known in self._known.values() if known == made), made)
         return self._known[key]
 
+    def on(self, topology: Topology) -> Profiles:
+        """Return what operations cost on the same machine with other figures."""
+        return replace(self, topology=topology, before=self.before or self.topology, _known={})
+
     @cached_property
     def _isomorphic(self) -> IsomorphicHosts:
         return IsomorphicHosts(self.topology)
+
+
+def _carried_over(profile: Profile, before: Topology, topology: Topology, device: str) -> Profile:
+    """Return a profile of a device whose machine has changed: calibrated rates change as those of its data sheet do."""
+    threads = None if profile.device_type == "gpu" else profile.num_threads
+    then = datasheet_profile(topology, device, num_threads=threads)
+    if profile.origin == "datasheet":
+        return then
+    sheet = {
+        constant.name: constant
+        for constant in datasheet_profile(before, device, num_threads=threads).constants
+    }
+    scaled = []
+    for constant in profile.constants:
+        was = sheet.get(constant.name)
+        if was is None or not was.value:
+            continue
+        ratio = then.constant(constant.name).value / was.value
+        ends = {name: getattr(constant, name) * ratio for name in ("low", "value", "high")}
+        scaled.append(constant.model_copy(update=ends))
+    return profile.with_constants(*scaled, origin=profile.origin)
 
 
 def profile_for(

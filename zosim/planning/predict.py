@@ -254,6 +254,22 @@ class PlannedRun:
 
         return simulate_world(world, num_steps=num_steps)
 
+    def on(self, topology: Topology) -> PlannedRun:
+        """Return the same plan and programs on the machine with other figures.
+
+        Raises
+        ------
+        TopologyError
+            If it has a device of the plan no more, or no way between two.
+        """
+        devices = self.plan.placement.devices
+        profiles = (self.profiles or Profiles(self.topology)).on(topology)
+        profile = profiles.of(devices[0], devices.count(devices[0]))
+        changed = replace(self, topology=topology, profile=profile, profiles=profiles)
+        # They depend on the plan alone, and take the most time.
+        changed.__dict__["programs"] = self.programs
+        return changed
+
     def at_slowdown_of(self, measured: Timeline) -> AtSlowdown | None:
         """Return the step at the pace at which the machine was found before a run.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,34 +127,36 @@ class PlanComparison:
 
     def table(self) -> Table:
         """Return the predictions as columns, and the second over the first."""
-        one, other = self.first.prediction, self.second.prediction
-        rows: list[tuple[str, ...]] = [
-            ("plan", self.first.plan.describe(), self.second.plan.describe(), ""),
-            ("devices", _devices(self.first.plan), _devices(self.second.plan), ""),
-            ("step time", one.interval, other.interval, _times(one.step_time_s, other.step_time_s)),
-            (
-                "throughput",
-                *(f"{p.tokens_per_s:,.4g} tokens/s" for p in (one, other)),
-                _times(one.tokens_per_s, other.tokens_per_s),
-            ),
-            (
-                "bottleneck",
-                *(f"{p.bottleneck.description}, {p.bottleneck.share:.0%}" for p in (one, other)),
-                "",
-            ),
-        ]
-        for name, sizes in {
-            "device memory": [p.footprints.largest.device_bytes for p in (one, other)],
-            "host memory": [p.footprints.fullest.size_bytes for p in (one, other)],
-        }.items():
-            rows.append((name, *map(format_bytes, sizes), _times(*sizes)))
-        seconds = [dict(p.seconds_by_label) for p in (one, other)]
-        for label in dict.fromkeys((*seconds[0], *seconds[1])):
-            taken = [by_label.get(label) for by_label in seconds]
-            rows.append(
-                (f"{label}, busy", *("-" if s is None else format_seconds(s) for s in taken), _times(*taken))
-            )
-        return Table(("predicted", "first", "second", "second / first"), rows, numeric=("second / first",))
+        return side_by_side({"first": self.first, "second": self.second}, ratio="second / first")
+
+
+def side_by_side(runs: Mapping[str, PlannedRun], ratio: str = "") -> Table:
+    """Return predictions as columns under their names, and the last over the first under `ratio`."""
+    predictions = [planned.prediction for planned in runs.values()]
+    rows: list[tuple[str, ...]] = []
+
+    def add(name: str, cells: Iterable[str], values: Sequence[float | None] = ()) -> None:
+        rows.append((name, *cells, *([_times(values[0], values[-1]) if values else ""] if ratio else [])))
+
+    add("plan", [planned.plan.describe() for planned in runs.values()])
+    add("devices", [_devices(planned.plan) for planned in runs.values()])
+    add("step time", [p.interval for p in predictions], [p.step_time_s for p in predictions])
+    add(
+        "throughput",
+        [f"{p.tokens_per_s:,.4g} tokens/s" for p in predictions],
+        [p.tokens_per_s for p in predictions],
+    )
+    add("bottleneck", [f"{p.bottleneck.description}, {p.bottleneck.share:.0%}" for p in predictions])
+    for name, sizes in {
+        "device memory": [p.footprints.largest.device_bytes for p in predictions],
+        "host memory": [p.footprints.fullest.size_bytes for p in predictions],
+    }.items():
+        add(name, map(format_bytes, sizes), sizes)
+    seconds = [dict(p.seconds_by_label) for p in predictions]
+    for label in dict.fromkeys(itertools.chain(*seconds)):
+        taken = [by_label.get(label) for by_label in seconds]
+        add(f"{label}, busy", ["-" if s is None else format_seconds(s) for s in taken], taken)
+    return Table(("predicted", *runs, *([ratio] if ratio else [])), rows, numeric=(ratio,))
 
 
 def _times(first: float | None, second: float | None) -> str:

@@ -14,7 +14,7 @@ from topology.figures import Figure
 from topology.graph import Topology
 from topology.hardware import resolve as topology_named
 from topology.schema import Node
-from zosim.applications.buying.levers import Lever, levers
+from zosim.analysis.levers import Lever, levers
 from zosim.config import PlanConfig, filled, merge
 from zosim.planning.bounds import Bounds
 from zosim.planning.planner import Candidate, Decision

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.units import format_bytes
-from zosim.applications.buying.levers import Lever
+from zosim.analysis.levers import Lever
 from zosim.applications.buying.machine import Job, PricedMachine
 from zosim.applications.buying.offers import Market, Offer
 from zosim.planning.bounds import Bounds
