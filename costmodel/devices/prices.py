@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from topology.documents import preset_names
 from topology.errors import ZosimError
@@ -25,9 +25,13 @@ from topology.reading import MAX_YAML_BYTES, parse_yaml, read_text
 from topology.validation import FrozenModel, RuleError, did_you_mean, readable
 
 HOURS_PER_YEAR = 8766.0
+HOURS_PER_MONTH = HOURS_PER_YEAR / 12
+OLD_AFTER = datetime.timedelta(days=90)
+"""Prices older than this are said to be."""
 _FILE = re.compile(r"[/\\]|\.ya?ml$")
 
 Payment = Literal["rent", "own"]
+Term = Literal["on-demand", "reserved", "spot"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -72,6 +76,8 @@ class Quote(FrozenModel):
         A link, or what it was put together from.
     date : datetime.date
         When the source was read.
+    of : datetime.date or None
+        The day that the figure is of, where the source says so.
     basis : str
         What kind of knowledge it is; ``assumed`` means that no source states it.
     note : str or None
@@ -82,6 +88,7 @@ class Quote(FrozenModel):
     high: Positive | None = None
     source: str = Field(min_length=1)
     date: datetime.date
+    of: datetime.date | None = None
     basis: Basis = "declared"
     note: str | None = None
 
@@ -119,9 +126,18 @@ class Rent(Quote):
     ----------
     per : {"device", "machine"}
         Whether single devices are rented, each with its share of the host, or only the whole machine.
+    term : {"on-demand", "reserved", "spot"}
+    provider, region : str or None
+        Who lets it, and where; None where the figure is of several.
     """
 
     per: Literal["device", "machine"]
+    term: Term = "on-demand"
+    provider: str | None = None
+    region: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.term, self.provider, self.region)))
 
 
 class MachinePrices(FrozenModel):
@@ -129,7 +145,8 @@ class MachinePrices(FrozenModel):
 
     Attributes
     ----------
-    rent_per_hour : Rent or None
+    rent_per_hour : tuple of Rent
+        One for each way to rent it, all of them for single devices or all for the whole machine; a file may have one alone.
     purchase : Quote or None
         Price of the whole machine.
     rated_power_w : Quote or None
@@ -138,17 +155,30 @@ class MachinePrices(FrozenModel):
         Where it is not the table's, as for a machine outside of a data centre.
     """
 
-    rent_per_hour: Rent | None = None
+    rent_per_hour: tuple[Rent, ...] = ()
     purchase: Quote | None = None
     rated_power_w: Quote | None = None
     power_usage_effectiveness: Quote | None = None
 
+    @field_validator("rent_per_hour", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, Mapping) else value or ()
+
     @model_validator(mode="after")
     def _has_a_price(self) -> MachinePrices:
-        if self.rent_per_hour is None and self.purchase is None:
+        if not self.rent_per_hour and self.purchase is None:
             message = "a machine needs rent_per_hour, purchase, or both"
             raise RuleError(message, hint="leave the machine out if it is not for sale")
+        if len({rent.per for rent in self.rent_per_hour}) > 1:
+            message = "a machine is rented by the device in one place and whole in another"
+            raise RuleError(message, hint="list it twice, once by the path of its topology file")
         return self
+
+    @property
+    def quotes(self) -> tuple[Quote, ...]:
+        """Every price."""
+        return (*self.rent_per_hour, *(() if self.purchase is None else (self.purchase,)))
 
 
 class PriceTable(FrozenModel):
@@ -204,6 +234,16 @@ class PriceTable(FrozenModel):
                 raise RuleError(message, hint="it is site power over the machine's own")
         return self
 
+    def old(self, names: Collection[str], today: datetime.date) -> dict[str, datetime.date]:
+        """Return the machines that have a price older than 90 days, with its date; the oldest first."""
+        dates = {
+            name: min(quote.of or quote.date for quote in self.machines[name].quotes)
+            for name in names
+            if name in self.machines
+        }
+        oldest_first = sorted(dates.items(), key=lambda item: item[1])
+        return {name: date for name, date in oldest_first if today - date > OLD_AFTER}
+
     def machine(self, name: str) -> MachinePrices:
         """Return the prices of a machine.
 
@@ -232,6 +272,8 @@ class JobCost:
         Money includes electricity only where the machine is owned: who rents does not get that bill.
     outlay : Range or None
         Price of the machine, where it must be bought first.
+    rent : Rent or None
+        Of a rented machine.
     """
 
     payment: Payment
@@ -239,6 +281,12 @@ class JobCost:
     money: Range
     energy_kwh: Range
     outlay: Range | None = None
+    rent: Rent | None = None
+
+    @property
+    def terms(self) -> str:
+        """How it is paid for, in words: its term, provider and region, or that it is owned."""
+        return self.payment if self.rent is None else str(self.rent)
 
     @property
     def spent(self) -> Range:
@@ -293,11 +341,11 @@ def job_costs(
     site = prices.power_usage_effectiveness or table.power_usage_effectiveness
     site_w = rated_power_w(table, name, topology) * site.range
     costs = []
-    if (rent := prices.rent_per_hour) is not None:
+    for rent in prices.rent_per_hour:
         rented = num_rented or num_devices
         units, held = (rented, rented) if rent.per == "device" else (1, total)
         energy = _energy_kwh(table, site_w * (held / total), hours, num_devices / held)
-        costs.append(JobCost("rent", hours, hours * rent.range * float(units), energy))
+        costs.append(JobCost("rent", hours, hours * rent.range * float(units), energy, rent=rent))
     if (purchase := prices.purchase) is not None:
         energy = _energy_kwh(table, site_w, hours, num_devices / total)
         worked_hours = table.life_years.range * table.utilisation.range * HOURS_PER_YEAR

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import yaml
 from hypothesis import given
@@ -18,7 +20,8 @@ from costmodel.devices.prices import (
     shipped_prices,
     shipped_prices_text,
 )
-from topology import load_preset, preset_names
+from topology import load_preset, preset_names, resolve
+from topology.instances import instance_names
 
 FIGURE = {"source": "a test", "date": "2026-01-01"}
 
@@ -111,14 +114,30 @@ def test_intervals_stay_intervals(a, b):
 
 def test_the_shipped_table_has_every_preset_or_the_reason_why_not():
     prices = shipped_prices()
-    assert {*prices.machines, *prices.not_priced} == set(preset_names())
+    instances = set(instance_names().values())
+    assert {*prices.machines, *prices.not_priced} - instances == set(preset_names())
     assert not prices.machines.keys() & prices.not_priced.keys()
     for name in prices.machines:
-        for cost in job_costs(prices, name, load_preset(name), 1, Range.exactly(1.0)):
+        for cost in job_costs(prices, name, resolve(name), 1, Range.exactly(1.0)):
             assert 0 < cost.money.low <= cost.money.value <= cost.money.high
     for quotes in prices.machines.values():
-        for quote in (quotes.rent_per_hour, quotes.purchase, quotes.rated_power_w):
-            assert quote is None or quote.low <= quote.value <= quote.high
+        for quote in quotes.quotes:
+            assert quote.low <= quote.value <= quote.high
+
+
+def test_a_machine_is_rented_on_several_terms_and_old_prices_are_told():
+    rents = [
+        figure(4.0, per="machine"),
+        figure(1.0, per="machine", term="spot", provider="AWS", of="2025-12-01"),
+    ]
+    prices = table(**{"dgx-h100": {"rent_per_hour": rents, "rated_power_w": figure(8000)}})
+    costs = job_costs(prices, "dgx-h100", load_preset("dgx-h100"), 8, HOURS)
+    assert [(cost.terms, cost.money.value) for cost in costs] == [("on-demand", 40.0), ("spot AWS", 10.0)]
+    day = datetime.date(2025, 12, 1)
+    assert prices.old(["dgx-h100"], day + datetime.timedelta(days=90)) == {}
+    assert prices.old(["dgx-h100"], day + datetime.timedelta(days=91)) == {"dgx-h100": day}
+    with pytest.raises(ValueError, match="whole in another"):
+        table(**{"dgx-h100": {"rent_per_hour": [figure(4.0, per="machine"), figure(1.0, per="device")]}})
 
 
 def test_a_table_of_ones_own_is_read(tmp_path):

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 import zosim
-from costmodel.devices.prices import Range, job_costs, shipped_prices
+from costmodel.devices.prices import HOURS_PER_MONTH, Range, job_costs, shipped_prices
 from costmodel.models.configs import read_model_spec
 from tests.support.requests import set_in
 from topology import load_preset
@@ -87,6 +87,44 @@ def test_the_closed_form_is_an_interval_around_itself_and_close_to_the_simulatio
     assert bound.value <= found.value * (1 + 1e-9)
     for end in ("value", "low", "high"):
         assert getattr(bound, end) == pytest.approx(getattr(found, end), rel=0.02)
+
+
+def test_a_monthly_budget_stretches_rent_and_refuses_what_is_paid_at_once():
+    """At half of what a month of rent costs, a job takes twice its hours; a machine's price is due in its first month."""
+    rent = offers_of(market(pay="rent", num_steps=10**6), "a100-80gb-milan")[0][0].cost
+    monthly = rent.money.value / rent.hours.value * HOURS_PER_MONTH / 2
+    limits = BuyerLimits(monthly=monthly)
+    assert limits.waited(rent).value == pytest.approx(2 * rent.hours.value)
+    assert BuyerLimits(deadline_hours=1.5 * rent.hours.value, monthly=monthly).verdict(rent) == "no"
+    offers, refused = offers_of(market(limits=limits, num_steps=10**6), "a100-80gb-milan")
+    assert [offer.payment for offer in offers if offer.verdict != "no"] == ["rent"]
+    assert not refused
+
+
+def test_examples_make_steps_and_the_answer_says_what_they_compare_with():
+    answer = buy_for(
+        "opt-125m",
+        seq=64,
+        batch=16,
+        examples=1000,
+        epochs=3,
+        machines="h200-1x",
+        pay="rent",
+        count=1,
+        explain=0,
+        simulate=0,
+    )
+    assert answer.market.job.num_steps == 188  # 3,000 examples in batches of 16
+    first, *_, last = answer.sentences()
+    assert first.startswith("h200-1x (on-demand, 1 device) does 188 steps in ")
+    assert "plan for 1,880 to 18,800" in last
+    money = answer.offers[0].cost.money.value
+    assert answer.to_data()["offers"][0]["money_per_1000_steps"].value == pytest.approx(money / 0.188)
+
+
+def test_only_one_term_of_rent_may_be_wanted():
+    offers, _ = offers_of(market(pay="spot"), "rtx3090-1x", "h200-1x")
+    assert {offer.cost.terms for offer in offers} == {"spot RunPod"}
 
 
 def test_limits_put_offers_last_and_say_so():

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from costmodel.devices.prices import Payment, PriceTable, Range, load_prices, shipped_prices
+from costmodel.devices.prices import (
+    HOURS_PER_MONTH,
+    Payment,
+    PriceTable,
+    Range,
+    Term,
+    load_prices,
+    shipped_prices,
+)
 from costmodel.models.configs import read_model_spec
 from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
@@ -24,7 +33,7 @@ from zosim.applications.buying.sensitivity import (
     percent,
 )
 from zosim.applications.buying.shortfall import shortfall
-from zosim.config import PlanConfig, merge
+from zosim.config import PlanConfig, filled, merge
 from zosim.options import config_of, takes_earlier_names
 from zosim.planning.split_options import split_options_of
 from zosim.report import Bullets, Element, Report, Table
@@ -50,6 +59,8 @@ class Answer:
         What would change the first of them.
     lacking : tuple of str
         Where nothing stays within the limits, what would let something in.
+    num_examples : int or None
+        Examples over all epochs, where the steps were counted from these.
     """
 
     market: Market
@@ -58,6 +69,7 @@ class Answer:
     limiters: tuple[str, ...]
     explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[MemoryThreshold, ...]], ...]
     lacking: tuple[str, ...] = ()
+    num_examples: int | None = None
 
     def __repr__(self) -> str:
         job = f"{self.market.job.num_steps:,} steps of {self.market.job.config.spec.name}"
@@ -65,18 +77,16 @@ class Answer:
             return f"Answer({job}: no machine fits)"
         best = self.offers[0]
         money = f"{plain(best.cost.money.value)} {self.market.prices.currency}"
-        return (
-            f"Answer({job}: {best.machine.name}, {best.payment}, {plain(best.cost.hours.value)} h, {money})"
-        )
+        return f"Answer({job}: {best.machine.name}, {best.cost.terms}, {plain(best.cost.hours.value)} h, {money})"
 
     def _repr_html_(self) -> str:
         return self.report().to_html()
 
     def report(self) -> Report:
         """Return offers, what is none, and what would change the answer."""
-        parts: list[Element] = (
-            [*_offers_tables(self.market, self.offers, self.limiters)] if self.offers else []
-        )
+        parts: list[Element] = [Bullets(self.sentences())]
+        if self.offers:
+            parts += _offers_tables(self.market, self.offers, self.limiters)
         if self.lacking:
             first, *others = self.lacking
             parts += [first, Bullets(others)]
@@ -96,10 +106,41 @@ class Answer:
             parts += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
         return Report("", *parts)
 
+    def sentences(self) -> list[str]:
+        """Return the answer in sentences: the best offer, the least money and the least time, and how many steps there may be."""
+        job, currency = self.market.job, self.market.prices.currency
+        within = [offer for offer in self.offers if offer.verdict != "no"]
+        sentences = []
+        if within:
+            best = within[0]
+            money = _with_unit(best.cost.money, currency)
+            per_thousand = plain(best.cost.money.value * 1000 / job.num_steps)
+            sentences.append(
+                f"{_named(best)} does {job.num_steps:,} steps in {_with_unit(best.cost.hours, 'hours')} for {money}: {per_thousand} {currency} per 1,000 steps"
+            )
+            if best.cost.outlay is not None:
+                sentences.append(
+                    f"that is its wear and electricity; the machine costs {_with_unit(best.cost.outlay, currency)} at once"
+                )
+            if self.market.limits.monthly is not None:
+                months = self.market.limits.waited(best.cost).value / HOURS_PER_MONTH
+                sentences.append(
+                    f"with {plain(self.market.limits.monthly)} {currency} a month it ends after {plain(months)} months"
+                )
+        if self.offers:
+            cheapest = min(self.offers, key=lambda offer: offer.cost.spent.value)
+            fastest = min(self.offers, key=lambda offer: offer.cost.hours.value)
+            sentences.append(
+                f"least money: {plain(cheapest.cost.spent.value)} {currency}, {_named(cheapest)}, {plain(cheapest.cost.hours.value)} hours; "
+                f"least time: {plain(fastest.cost.hours.value)} hours, {_named(fastest)}, {plain(fastest.cost.spent.value)} {currency}"
+            )
+        return [*sentences, about_steps(job.num_steps, self.num_examples)]
+
     def to_data(self) -> dict[str, Any]:
         """Return the same in the terms of JSON."""
         job, prices = self.market.job, self.market.prices
         return {
+            "answer": self.sentences(),
             "job": {
                 "model": job.config.spec.name,
                 "batch": job.config.batch,
@@ -113,7 +154,8 @@ class Answer:
             "ranked_by": self.market.by,
             "limits": self.market.limits,
             "offers": [
-                _offer_data(offer, limiter) for offer, limiter in zip(self.offers, self.limiters, strict=True)
+                _offer_data(offer, limiter, job.num_steps)
+                for offer, limiter in zip(self.offers, self.limiters, strict=True)
             ],
             "refused": [
                 {
@@ -139,17 +181,36 @@ class Answer:
         }
 
 
+MORE_STEPS = (10, 100)
+"""Steps of zeroth order for one of first order. MeZO takes 20,000 of 16 sequences where fine-tuning takes 625 of 8 (5 epochs of 1,000 examples), and
+100,000 where it takes 1,000 (arXiv:2305.17333, appendix on hyperparameters); "tens of times more" says https://dkmiyan.github.io/FZOO_hp."""
+
+
+def about_steps(num_steps: int, num_examples: int | None = None) -> str:
+    """Return what is known of how many steps zeroth order takes, and what that makes of a number of steps or epochs."""
+    least, most = MORE_STEPS
+    known = f"zeroth order typically takes {least} to {most} times the steps of first order (arXiv:2305.17333: 20,000 for 625, 100,000 for 1,000)"
+    if num_examples is None:
+        return f"{known}: {num_steps:,} steps compare with {max(1, num_steps // most):,} to {max(1, num_steps // least):,} of first order"
+    return (
+        f"{num_examples:,} examples are {num_steps:,} steps; {known}: if first order learns in these, plan for {least * num_steps:,} to {most * num_steps:,}, "
+        "and multiply hours and money likewise"
+    )
+
+
 @takes_earlier_names(PlanConfig, JOB_OPTIONS)
 def buy(
     model: str,
     *,
-    steps: int = 10_000,
+    steps: int | None = None,
+    examples: int | None = None,
+    epochs: float = 1.0,
     machines: str | Sequence[str] | None = None,
-    count: int | str | Sequence[int] = (1, 8),
+    count: int | str | Sequence[int] = (1, 2, 4, 8),
     budget: str | float | None = None,
     deadline: str | float | None = None,
     prices: str | Path | None = None,
-    pay: Payment | None = None,
+    pay: Payment | Term | None = None,
     by: RankBy = "money",
     explain: int = 2,
     simulate: int = 3,
@@ -161,19 +222,21 @@ def buy(
     ----------
     model : str
         A shipped size such as ``"opt-66b"``, a model directory, a config.json, or a saved ModelSpec.
-    steps : int
-        Steps of the job.
+    steps : int, optional
+        Steps of the job; 10,000 if neither these nor examples are given.
+    examples, epochs : int, float
+        Sequences to see, and how often, instead of `steps`.
     machines : str or sequence of str, optional
         Presets or topology files, as in ``"a,b"``; by default all that the price table has.
     count : int, str or sequence of int
         Devices to use at most, each tried, as in ``"1,8"``; more than there are means all.
     budget : str or float, optional
-        Most that may be spent, such as ``"5000 USD"``.
+        Most that may be spent, such as ``"5000 USD"``, or ``"500 USD/month"``.
     deadline : str or float, optional
         Most that it may take, such as ``"48h"`` or ``"3d"``; a number is hours.
     prices : path, optional
         A price table of your own.
-    pay : {"rent", "own"}, optional
+    pay : {"rent", "own", "on-demand", "reserved", "spot"}, optional
         The only way in which machines may be paid for.
     by : {"money", "hours", "energy"}
     explain : int
@@ -190,9 +253,14 @@ def buy(
         what it may be.
     """
     _one_of("by", by, get_args(RankBy))
-    _one_of("pay", pay, (None, *get_args(Payment)))
+    _one_of("pay", pay, (None, *get_args(Payment), *get_args(Term)))
+    if steps is not None and examples is not None:
+        raise PlanError("--steps and --examples both say how long the job is", hint="leave one out")
+    if not epochs > 0:
+        raise PlanError(f"--epochs {epochs} must be more than 0", hint="such as 1 or 0.5")
     for name, number, least in (
-        ("steps", steps, 1),
+        ("steps", 1 if steps is None else steps, 1),
+        ("examples", 1 if examples is None else examples, 1),
         ("explain", explain, 0),
         ("simulate", simulate, 0),
     ):
@@ -201,9 +269,12 @@ def buy(
     table = shipped_prices() if prices is None else load_prices(prices)
     options = config_of(PlanConfig, settings, only=JOB_OPTIONS)
     config = merge(PlanConfig(model=read_model_spec(model)), options)
-    job = Job(config, steps, split_options_of(model, config.split))
+    seen = None if examples is None else math.ceil(examples * epochs)
+    num_steps = steps or 10_000 if seen is None else math.ceil(seen / filled(config).batch)
+    job = Job(config, num_steps, split_options_of(model, config.split))
+    total, monthly = _money(budget, table)
     market = Market(
-        job=job, prices=table, limits=BuyerLimits(_money(budget, table), _hours(deadline)), by=by, pay=pay
+        job=job, prices=table, limits=BuyerLimits(total, _hours(deadline), monthly), by=by, pay=pay
     )
     by_name = dict(machines_named(list(table.machines) if machines is None else _names(machines)))
     offers, refused = market.offers(by_name.items(), _counts(count), num_simulated=simulate)
@@ -219,6 +290,7 @@ def buy(
             (offer, effects(market, offer, offers), memory_thresholds(offer.machine)) for offer in explained
         ),
         shortfall(market, by_name, offers, refused),
+        seen,
     )
 
 
@@ -263,19 +335,23 @@ def _counts(count: int | str | Sequence[int]) -> list[int]:
     return counts
 
 
-def _money(budget: str | float | None, table: PriceTable) -> float | None:
-    """Return a sum in the table's currency."""
+def _money(budget: str | float | None, table: PriceTable) -> tuple[float | None, float | None]:
+    """Return a sum in the table's currency, in all or a month."""
     if budget is None:
-        return None
-    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*", f"{budget}")
+        return None, None
+    match = re.fullmatch(r"\s*([\d,]*\.?\d+)\s*([A-Za-z]*)\s*(/ ?month|a month)?\s*", f"{budget}")
     if match is None or float(match[1].replace(",", "")) <= 0:
-        raise PlanError(f"--budget {budget} is not a sum of money", hint=f"such as '5000 {table.currency}'")
+        raise PlanError(
+            f"--budget {budget} is not a sum of money",
+            hint=f"such as '5000 {table.currency}', or '500 {table.currency}/month'",
+        )
     if match[2] and match[2].upper() != table.currency:
         raise PlanError(
             f"--budget {budget} must be in {table.currency}, the currency of the price table",
             hint="convert it, or give a price table in its currency with --prices",
         )
-    return float(match[1].replace(",", ""))
+    amount = float(match[1].replace(",", ""))
+    return (amount, None) if match[3] is None else (None, amount)
 
 
 def _hours(deadline: str | float | None) -> float | None:
@@ -297,12 +373,12 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
     """Return what offers cost, and by what placement: two tables of at most 80 columns each."""
     job, limits = market.job, market.limits
     money = f"money ({market.prices.currency})"
-    requested = limits.budget is not None or limits.deadline_hours is not None
+    requested = limits != BuyerLimits()
     costs = [
         (
             str(number),
             offer.machine.name,
-            offer.payment,
+            offer.cost.terms,
             ("" if offer.machine.prediction else ">= ") + format_seconds(offer.machine.step_s.value),
             _range(offer.cost.hours),
             _range(offer.cost.money),
@@ -334,6 +410,17 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
     ]
 
 
+def _named(offer: Offer) -> str:
+    """Return an offer's devices, machine and terms."""
+    machine = offer.machine
+    devices = f"{machine.num_devices} device{'s' if machine.num_devices > 1 else ''}"
+    return f"{machine.name} ({offer.cost.terms}, {devices})"
+
+
+def _with_unit(interval: Range, unit: str) -> str:
+    return f"{plain(interval.value)} {unit} ({plain(interval.low)} - {plain(interval.high)})"
+
+
 def _range(interval: Range) -> str:
     return f"{plain(interval.value)} ({plain(interval.low)} - {plain(interval.high)})"
 
@@ -351,7 +438,7 @@ def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
         for effect in shown
     ]
     machine = offer.machine
-    title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.payment}: a step with one figure changed"
+    title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.cost.terms}: a step with one figure changed"
     return Table(("figure", "now", "x2", "/2", "changes which is first"), rows, title=title)
 
 
@@ -378,18 +465,20 @@ def _sentences(
     return sentences
 
 
-def _offer_data(offer: Offer, limiter: str) -> dict[str, Any]:
+def _offer_data(offer: Offer, limiter: str, num_steps: int) -> dict[str, Any]:
     machine = offer.machine
     return {
         "machine": machine.name,
         "num_devices": machine.num_devices,
         "way": offer.payment,
+        "rent": offer.cost.rent,
         "within_limits": offer.verdict,
         "placement": machine.best.describe(),
         "step_time_s": machine.step_s,
         "is_simulated": machine.prediction is not None,
         "hours": offer.cost.hours,
         "money": offer.cost.money,
+        "money_per_1000_steps": offer.cost.money * (1000 / num_steps),
         "outlay": offer.cost.outlay,
         "energy_kwh": offer.cost.energy_kwh,
         "limited_by": limiter,

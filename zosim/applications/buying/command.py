@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 from collections.abc import Collection
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from costmodel.devices.prices import Payment, PriceTable, shipped_prices_text
+from costmodel.devices.prices import OLD_AFTER, Payment, PriceTable, Term, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import JOB_OPTIONS
 from zosim.applications.buying.answer import buy as answer_for
@@ -31,12 +32,18 @@ class PaymentName(enum.StrEnum):
 
     EITHER = "either"
     RENT = "rent"
+    ON_DEMAND = "on-demand"
+    RESERVED = "reserved"
+    SPOT = "spot"
     OWN = "own"
 
 
-_PAYMENTS: dict[PaymentName, Payment | None] = {
+_PAYMENTS: dict[PaymentName, Payment | Term | None] = {
     PaymentName.EITHER: None,
     PaymentName.RENT: "rent",
+    PaymentName.ON_DEMAND: "on-demand",
+    PaymentName.RESERVED: "reserved",
+    PaymentName.SPOT: "spot",
     PaymentName.OWN: "own",
 }
 
@@ -52,9 +59,24 @@ def buy(
         ),
     ] = None,
     steps: Annotated[
-        int,
-        typer.Option(min=1, max=10**12, help="Number of training steps of the job.", rich_help_panel="Run"),
-    ] = 10_000,
+        int | None,
+        typer.Option(
+            min=1,
+            max=10**12,
+            help="Number of training steps of the job.",
+            show_default="10000",
+            rich_help_panel="Run",
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=10**12, help="Number of training examples, instead of --steps.", rich_help_panel="Run"
+        ),
+    ] = None,
+    epochs: Annotated[
+        float, typer.Option(help="Number of passes over --examples.", rich_help_panel="Run")
+    ] = 1.0,
     machines: Annotated[
         str | None,
         typer.Option(
@@ -66,14 +88,14 @@ def buy(
     count: Annotated[
         str,
         typer.Option(
-            help="Maximum numbers of devices to use, each tried, such as 1,8; a machine with fewer uses all.",
+            help="Maximum numbers of devices to use, each tried, such as 1,2,4,8; a machine with fewer uses all.",
             rich_help_panel="Hardware",
         ),
-    ] = "1,8",
+    ] = "1,2,4,8",
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Budget of the job, such as 5000 or '5000 USD'.",
+            help="Budget of the job, such as '5000 USD', or of a month, such as '500 USD/month'.",
             show_default="no limit",
             rich_help_panel="Hardware",
         ),
@@ -97,7 +119,7 @@ def buy(
     pay: Annotated[
         PaymentName,
         typer.Option(
-            help="Ways to pay for a machine: rented ones only, owned ones only, or either.",
+            help="Ways to pay for a machine: rented ones (on any or one of three terms), owned ones, or either.",
             rich_help_panel="Hardware",
         ),
     ] = PaymentName.EITHER,
@@ -136,6 +158,8 @@ def buy(
     answer = answer_for(
         model,
         steps=steps,
+        examples=examples,
+        epochs=epochs,
         machines=machines,
         count=count,
         budget=budget,
@@ -157,8 +181,8 @@ def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
         name
         for name, entry in table.machines.items()
         if name in names
-        for quote in (entry.rent_per_hour, entry.purchase)
-        if quote is not None and quote.basis in ("assumed", "estimated")
+        for quote in entry.quotes
+        if quote.basis in ("assumed", "estimated")
     )
     stderr.print(
         f"prices of {table.date} in {table.currency}; the purchase price is spread over "
@@ -170,6 +194,13 @@ def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
         stderr.print(
             f"prices that are estimates, not quotes: {', '.join(dict.fromkeys(assumed))}; give your own "
             "with --prices",
+            markup=False,
+            soft_wrap=True,
+        )
+    if old := table.old(names, datetime.date.today()):
+        listed = ", ".join(f"{name} ({date})" for name, date in old.items())
+        stderr.print(
+            f"warning: prices older than {OLD_AFTER.days} days: {listed}; look them up, and give yours with --prices",
             markup=False,
             soft_wrap=True,
         )

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from costmodel.devices.prices import JobCost, Payment, PriceTable, Range, job_costs
+from costmodel.devices.prices import HOURS_PER_MONTH, JobCost, Payment, PriceTable, Range, Term, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.applications.buying.machine import Job, PricedMachine, interval, share_of, simulated
@@ -29,14 +29,27 @@ _ORDER: tuple[Verdict, ...] = ("yes", "perhaps", "no")
 
 @dataclass(frozen=True)
 class BuyerLimits:
-    """What the buyer can spend, in the price table's currency, and how long they can wait."""
+    """What the buyer can spend, in all or a month, in the price table's currency, and how long they can wait.
+
+    Who has spent a month's money on rent waits for the next month's.
+    """
 
     budget: float | None = None
     deadline_hours: float | None = None
+    monthly: float | None = None
+
+    def waited(self, cost: JobCost) -> Range:
+        """Return the hours from the first step to the last, months without money included."""
+        if self.monthly is None or cost.payment == "own":
+            return cost.hours
+        paid = cost.money * (HOURS_PER_MONTH / self.monthly)
+        return Range(*(max(getattr(cost.hours, end), getattr(paid, end)) for end in ("value", "low", "high")))
 
     def verdict(self, cost: JobCost) -> Verdict:
-        """Return whether a job on a machine stays within both: perhaps, if only some of its interval does."""
-        pairs = [(self.budget, cost.spent), (self.deadline_hours, cost.hours)]
+        """Return whether a job on a machine stays within all: perhaps, if only some of its interval does."""
+        pairs = [(self.budget, cost.spent), (self.deadline_hours, self.waited(cost))]
+        if cost.outlay is not None:
+            pairs.append((self.monthly, cost.outlay))
         declared = [(limit, spent) for limit, spent in pairs if limit is not None]
         if any(spent.value > limit for limit, spent in declared):
             return "no"
@@ -131,15 +144,15 @@ class Market:
     prices : PriceTable
     limits : BuyerLimits
     by : {"money", "hours", "energy"}
-    pay : {"rent", "own"} or None
-        The only way in which machines may be paid for; by default either.
+    pay : {"rent", "own", "on-demand", "reserved", "spot"} or None
+        The only way in which machines may be paid for; by default any.
     """
 
     job: Job
     prices: PriceTable
     limits: BuyerLimits = BuyerLimits()
     by: RankBy = "money"
-    pay: Payment | None = None
+    pay: Payment | Term | None = None
 
     def offers(
         self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int], *, num_simulated: int
@@ -179,18 +192,22 @@ class Market:
     def _together(self, name: str, topology: Topology, count: int) -> list[Collection[Payment]]:
         """Return the ways to pay, those together in which a job has the same of a machine."""
         prices = self.prices.machine(name)
-        rent: list[Payment] = [] if prices.rent_per_hour is None else ["rent"]
+        rent: list[Payment] = ["rent"] if prices.rent_per_hour else []
         own: list[Payment] = [] if prices.purchase is None else ["own"]
         is_share = bool(rent) and self._is_share(name, topology, count)
         requested = [
-            [payment for payment in together if self.pay in (None, payment)]
+            [
+                payment
+                for payment in together
+                if self.pay in (None, payment) or (self.pay != "own" and payment == "rent")
+            ]
             for together in ([rent, own] if is_share else [rent + own])
         ]
         return [together for together in requested if together] or [rent + own]
 
     def _is_share(self, name: str, topology: Topology, count: int) -> bool:
-        rent = self.prices.machine(name).rent_per_hour
-        return rent is not None and rent.per == "device" and count < len(topology.compute_devices)
+        rents = self.prices.machine(name).rent_per_hour
+        return any(rent.per == "device" for rent in rents) and count < len(topology.compute_devices)
 
     def _bounded(
         self, name: str, topology: Topology, count: int, payments: Collection[Payment]
@@ -241,11 +258,17 @@ class Market:
         if deadline is not None and hours > HOPELESS * deadline:
             yield Need("hours", f"at least {plain(hours)} hours, deadline {plain(deadline)}", hours)
         least = min(cost.spent.low for cost in costs)
+        budgets = [limit for limit in (budget, self._at_once(costs)) if limit is not None]
+        budget = min(budgets, default=None)
         if budget is not None and least > budget:
             description = (
                 f"costs at least {plain(least)} {self.prices.currency}, above the budget of {plain(budget)}"
             )
             yield Need("money", description, min(cost.spent.value for cost in costs))
+
+    def _at_once(self, costs: Sequence[JobCost]) -> float | None:
+        """Return a month's money where every way to pay takes the machine's price at once."""
+        return self.limits.monthly if all(cost.outlay is not None for cost in costs) else None
 
     def _costs(self, machine: PricedMachine) -> tuple[JobCost, ...]:
         hours = self.job.hours(machine.step_s)
@@ -258,7 +281,10 @@ class Market:
             num_rented=machine.num_rented,
         )
         return tuple(
-            cost for cost in costs if cost.payment in machine.payments and self.pay in (None, cost.payment)
+            cost
+            for cost in costs
+            if cost.payment in machine.payments
+            and self.pay in (None, cost.payment, cost.rent and cost.rent.term)
         )
 
     def _priced(self, machine: PricedMachine) -> list[Offer]:
@@ -283,7 +309,7 @@ class Market:
     def repriced(self, offer: Offer, times: float) -> Offer:
         """Return an offer as it would be if its step took so many times as long."""
         changed = replace(offer.machine, step_s=offer.machine.step_s * times)
-        (cost,) = (cost for cost in self._costs(changed) if cost.payment == offer.payment)
+        (cost,) = (cost for cost in self._costs(changed) if cost.terms == offer.cost.terms)
         return Offer(changed, cost, self.limits.verdict(cost))
 
 

@@ -49,11 +49,13 @@ def shortfall(
 def _kept_out(market: Market, offer: Offer) -> Refusal:
     """Return an offer beyond the limits as what it is refused for: time first, which money cannot mend."""
     machine, limits = offer.machine, market.limits
-    hours, money = offer.cost.hours.value, offer.cost.spent.value
+    hours, money = limits.waited(offer.cost).value, offer.cost.spent.value
     needs = []
     if limits.deadline_hours is not None and hours > limits.deadline_hours:
         needs.append(Need("hours", least=hours))
     if limits.budget is not None and money > limits.budget:
+        needs.append(Need("money", least=money))
+    if limits.monthly is not None and offer.cost.outlay is not None and money > limits.monthly:
         needs.append(Need("money", least=money))
     return Refusal(machine.name, machine.num_devices, tuple(needs))
 
@@ -89,7 +91,8 @@ def _describe(market: Market, need: Need) -> str:
         case "hours":
             return f"--deadline {_enough(need.least)}h or more"
         case "money":
-            return f"--budget '{_enough(need.least)} {market.prices.currency}' or more"
+            per = "" if market.limits.monthly is None else "/month"
+            return f"--budget '{_enough(need.least)} {market.prices.currency}{per}' or more"
         case "way":
             return f"another --pay than {market.pay}"
         case "plan":
