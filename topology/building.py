@@ -350,8 +350,8 @@ def cores_of(cpus: Iterable[int]) -> int:
     return runs[0] if len(runs) == 2 and runs[0] == runs[1] else max(1, sum(runs))
 
 
-def generic_cpu(index: int, num_cores: int, source: str) -> DeviceSpec:
-    """A CPU of which only the number of cores is known: 2.5 GHz and AVX2 are assumed."""
+def generic_cpu(index: int, num_cores: int, source: str, basis: Basis = "declared") -> DeviceSpec:
+    """A CPU of which at most the number of cores is known: 2.5 GHz and AVX2 are assumed."""
     rate = num_cores * 2.5 * 32
     how = f"assumed: {num_cores} cores x 2.5 GHz x 32 flop (AVX2, two pipes); {source} does not tell"
     return DeviceSpec(
@@ -362,6 +362,6 @@ def generic_cpu(index: int, num_cores: int, source: str) -> DeviceSpec:
             "fp32": figure(rate, "Gflop/s", how, "assumed"),
             "fp64": figure(rate / 2, "Gflop/s", how, "assumed"),
         },
-        cores=figure(num_cores, "cores", source, "declared"),
+        cores=figure(num_cores, "cores", source, basis),
         copy_engines=figure(0, "engines", "a CPU's cores copy", "specification"),
     )

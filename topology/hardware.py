@@ -66,7 +66,7 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
     builder = MachineBuilder(gpu.id if count == 1 else f"{count}x-{gpu.id}")
     is_grace = re.match("g[hb][23]00-", gpu.id) is not None
     numa = builder.add_numa(0, assumed_memory(gpus=[gpu] * count, is_grace=is_grace))
-    builder.add_cpu(0, [numa], generic_cpu(0, _CORES, "the GPU's name"))
+    builder.add_cpu(0, [numa], generic_cpu(0, _CORES, "the GPU's name", "assumed"))
     names = []
     for index in range(count):
         root = builder.add_root(numa)

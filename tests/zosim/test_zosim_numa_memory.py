@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from costmodel import read_model_spec
 from tests.support.requests import request_for
-from topology import Topology, from_nvidia_smi_topo, load_preset
+from topology import Topology, from_nvidia_smi_topo, load_preset, resolve
 from topology.errors import DoesNotFit
+from zosim.planning.explain import about_host_memory
 from zosim.planning.planner import Decision, choose
 from zosim.planning.predict import PlannedRun
 
@@ -118,6 +121,17 @@ def test_the_interval_shows_a_bandwidth_that_is_assumed() -> None:
     assert known.prediction.high_s < 1.3 * known.prediction.step_time_s
     assert "the bandwidth of dram0, 50 GB/s, is assumed: state yours with --memory" in " ".join(guess.reasons)
     assert "is assumed" not in " ".join(known.reasons)
+
+
+def test_a_plan_names_what_of_the_host_nobody_stated() -> None:
+    topology = resolve("2x rtx4090")
+    plan = SimpleNamespace(is_offloaded=True, placement=SimpleNamespace(devices=("gpu0",)))
+    planned = SimpleNamespace(plan=plan, topology=topology, far_shares={})
+    bandwidth, others = about_host_memory(planned)
+    assert "the bandwidth of dram0, 100 GB/s, is assumed" in bandwidth
+    assert "nobody stated the size of dram0, 256 GiB and the 16 cores of cpu0" in others
+    stated = SimpleNamespace(plan=plan, topology=load_preset("dgx-h100"), far_shares={})
+    assert list(about_host_memory(stated)) == []
 
 
 def test_assumed_bandwidths_that_never_limit_widen_nothing() -> None:

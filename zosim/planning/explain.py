@@ -54,7 +54,7 @@ def reasons(
 
 
 def about_host_memory(planned: PlannedRun) -> Iterator[str]:
-    """Yield which NUMA domains a plan's copies reach, if not the nearest alone, and whether their bandwidth is assumed."""
+    """Yield which NUMA domains a plan's copies reach, if not the nearest alone, and what of the host nobody stated."""
     if not planned.plan.is_offloaded:
         return
     topology, devices = planned.topology, planned.plan.placement.devices
@@ -73,6 +73,19 @@ def about_host_memory(planned: PlannedRun) -> Iterator[str]:
     if assumed and any(topology.node(device).type == "gpu" for device in devices):
         description = format_bandwidth(assumed[0].bandwidth_bytes_per_s)
         yield f"the bandwidth of {assumed[0].id}, {description}, is assumed: {HOW_TO_STATE_MEMORY}"
+    others = [
+        f"the size of {node.id}, {format_bytes(node.memory_bytes)}"
+        for node in memories.values()
+        if node.capacity is not None and node.capacity.basis == "assumed"
+    ]
+    hosts = {topology.host_of(device).id for device in devices}
+    others += [
+        f"the {cpu.spec.num_cores} cores of {cpu.id}"
+        for cpu in topology.of_type("cpu")
+        if cpu.host in hosts and cpu.spec is not None and cpu.spec.cores.basis == "assumed"
+    ]
+    if others:
+        yield f"nobody stated {' and '.join(others)}: the plan rests on what is assumed"
 
 
 def about_disks(planned: PlannedRun) -> Iterator[str]:

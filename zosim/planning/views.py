@@ -54,7 +54,7 @@ def prediction_view(planned: PlannedRun) -> Table:
     several, pinned = plan.placement.world_size > 1, prediction.pinning
     facts = [
         ("plan", f"{plan.model.describe()}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
-        ("devices" if several else "device", f"{_devices(plan)} ({_figures(prediction)} figures)"),
+        ("devices" if several else "device", f"{_devices(plan)} ({_figures(planned)})"),
         ("step time", prediction.interval),
         ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
         (
@@ -203,9 +203,14 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _figures(prediction: Prediction) -> str:
-    """Return where the figures of a prediction come from, and whether their calibration was disturbed."""
-    return ("disturbed, " if prediction.disturbed_share else "") + prediction.profile_origin
+def _figures(planned: PlannedRun) -> str:
+    """Return where the figures of a prediction come from, whether their calibration was disturbed, and whether some are assumed."""
+    prediction, topology = planned.prediction, planned.topology
+    disturbed = "disturbed, " if prediction.disturbed_share else ""
+    is_assumed = planned.plan.is_offloaded and topology.with_assumed_memory(2.0) is not topology
+    return (
+        f"{disturbed}{prediction.profile_origin} figures{', assumed ones of the host' if is_assumed else ''}"
+    )
 
 
 def _devices(plan: Plan) -> str:
