@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,8 +15,9 @@ from topology.units import format_seconds
 from zosim import api
 from zosim.applications.first_order.options import FirstOrderName, first_order_of
 from zosim.applications.first_order.settings import FirstOrder
+from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
-from zosim.options import Json, PlanFile, ReportFile, options_of, with_settings
+from zosim.options import Json, PlanFile, ReportFile, config_of, options_of, with_settings
 from zosim.report import Report
 
 
@@ -26,6 +28,14 @@ def plan(
         typer.Option("--output", "-o", help="File to write the chosen plan to.", rich_help_panel="Output"),
     ] = None,
     report: ReportFile = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Show how the step changes with each figure of the hardware twice or half as large.",
+            rich_help_panel="Output",
+        ),
+    ] = False,
     as_json: Json = False,
     **requested: Any,
 ) -> None:
@@ -44,7 +54,18 @@ def plan(
         from zosim.applications.html_report.command import write_report
 
         stderr.print(f"wrote {write_report(decision, output=report)}")
-    emit(decision_data(decision), json=as_json, text=decision_view(decision))
+    data, view = decision_data(decision), decision_view(decision)
+    if explain:
+        from zosim.applications.buying.sensitivity import effects_table, plan_effects
+
+        options = {
+            name: value for name, value in requested.items() if name not in signature(api.plan).parameters
+        }
+        config = merge(PlanConfig(model=decision.plan.model), config_of(api.PlanOptions, options).plan)
+        effects = plan_effects(decision, config)
+        data["figures"] = list(effects)
+        view = Report("", view, effects_table("a step with one figure changed", effects, ranks=False))
+    emit(data, json=as_json, text=view)
 
 
 @with_settings(FirstOrder)

@@ -19,7 +19,13 @@ from zosim.applications.buying.answer import buy as buy_for
 from zosim.applications.buying.command import buy
 from zosim.applications.buying.machine import Job, machines_named, share_of, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
-from zosim.applications.buying.sensitivity import effects, limiter, memory_thresholds
+from zosim.applications.buying.sensitivity import (
+    effects,
+    effects_table,
+    limiter,
+    memory_thresholds,
+    plan_effects,
+)
 from zosim.applications.buying.shortfall import shortfall
 from zosim.planning.planner import choose
 from zosim.report import Table
@@ -125,6 +131,19 @@ def test_examples_make_steps_and_the_answer_says_what_they_compare_with():
 def test_only_one_term_of_rent_may_be_wanted():
     offers, _ = offers_of(market(pay="spot"), "rtx3090-1x", "h200-1x")
     assert {offer.cost.terms for offer in offers} == {"spot RunPod"}
+
+
+def test_a_plan_shows_what_each_figure_decides():
+    """The first forwards of a resident model are limited by memory or products: halved they slow it, doubled they do not."""
+    requested = {"batch": 2, "seq": 128, "method": "mezo"}
+    decision = zosim.plan("opt-125m", "h200-1x", **requested)
+    config = set_in(model=read_model_spec("opt-125m"), batch=2, seq=128, method="mezo")
+    found = {effect.figure: effect for effect in plan_effects(decision, config)}
+    memory = found["memory bandwidth of NVIDIA H200"]
+    assert memory.doubled.times <= 1 <= memory.halved.times
+    assert found["memory of NVIDIA H200"].doubled.times == 1
+    table = effects_table("", tuple(found.values()), ranks=False)
+    assert table.columns == ("figure", "now", "x2", "/2")
 
 
 def test_limits_put_offers_last_and_say_so():

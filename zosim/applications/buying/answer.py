@@ -24,13 +24,12 @@ from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
 from zosim.applications.buying.sensitivity import (
-    Change,
     Effect,
     MemoryThreshold,
     effects,
+    effects_table,
     limiter,
     memory_thresholds,
-    percent,
 )
 from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, filled, merge
@@ -124,8 +123,9 @@ class Answer:
                 )
             if self.market.limits.monthly is not None:
                 months = self.market.limits.waited(best.cost).value / HOURS_PER_MONTH
+                when = "within the first month" if months <= 1 else f"after {plain(months)} months"
                 sentences.append(
-                    f"with {plain(self.market.limits.monthly)} {currency} a month it ends after {plain(months)} months"
+                    f"with {plain(self.market.limits.monthly)} {currency} a month it ends {when}"
                 )
         if self.offers:
             cheapest = min(self.offers, key=lambda offer: offer.cost.spent.value)
@@ -134,7 +134,12 @@ class Answer:
                 f"least money: {plain(cheapest.cost.spent.value)} {currency}, {_named(cheapest)}, {plain(cheapest.cost.hours.value)} hours; "
                 f"least time: {plain(fastest.cost.hours.value)} hours, {_named(fastest)}, {plain(fastest.cost.spent.value)} {currency}"
             )
-        return [*sentences, about_steps(job.num_steps, self.num_examples)]
+        steps = about_steps(job.num_steps, self.num_examples)
+        if within and self.num_examples is not None:
+            hours, money = within[0].cost.hours.value, within[0].cost.money.value
+            least, most = MORE_STEPS
+            steps += f", there {plain(least * hours)} to {plain(most * hours)} hours and {plain(least * money)} to {plain(most * money)} {currency}"
+        return [*sentences, steps]
 
     def to_data(self) -> dict[str, Any]:
         """Return the same in the terms of JSON."""
@@ -192,10 +197,7 @@ def about_steps(num_steps: int, num_examples: int | None = None) -> str:
     known = f"zeroth order typically takes {least} to {most} times the steps of first order (arXiv:2305.17333: 20,000 for 625, 100,000 for 1,000)"
     if num_examples is None:
         return f"{known}: {num_steps:,} steps compare with {max(1, num_steps // most):,} to {max(1, num_steps // least):,} of first order"
-    return (
-        f"{num_examples:,} examples are {num_steps:,} steps; {known}: if first order learns in these, plan for {least * num_steps:,} to {most * num_steps:,}, "
-        "and multiply hours and money likewise"
-    )
+    return f"{num_examples:,} examples are {num_steps:,} steps; {known}: if first order learns in these, plan for {least * num_steps:,} to {most * num_steps:,}"
 
 
 @takes_earlier_names(PlanConfig, JOB_OPTIONS)
@@ -426,27 +428,10 @@ def _range(interval: Range) -> str:
 
 
 def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:
-    shown = [effect for effect in effects if effect.doubled.matters or effect.halved.matters]
-    rows = [
-        (
-            effect.figure,
-            effect.now,
-            _change(effect.doubled),
-            _change(effect.halved),
-            "yes" if effect.changes_answer else "",
-        )
-        for effect in shown
-    ]
     machine = offer.machine
-    title = f"{machine.name}, {machine.num_devices} device{'s' if machine.num_devices > 1 else ''}, {offer.cost.terms}: a step with one figure changed"
-    return Table(("figure", "now", "x2", "/2", "changes which is first"), rows, title=title)
-
-
-def _change(change: Change) -> str:
-    if change.times is None:
-        return "nothing fits"
-    description = "-" if not change.matters else percent(change.times)
-    return f"{description}, then {change.placement}" if change.placement and change.matters else description
+    devices = f"{machine.num_devices} device{'s' if machine.num_devices > 1 else ''}"
+    title = f"{machine.name}, {devices}, {offer.cost.terms}: a step with one figure changed"
+    return effects_table(title, effects, ranks=True)
 
 
 def _sentences(

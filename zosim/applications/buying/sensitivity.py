@@ -7,17 +7,20 @@ was predicted to take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from costmodel.devices.prices import Range
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.units import format_bytes
 from zosim.analysis.levers import Lever
 from zosim.applications.buying.machine import Job, PricedMachine
 from zosim.applications.buying.offers import Market, Offer
+from zosim.config import PlanConfig
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
-from zosim.planning.planner import Candidate, candidates
+from zosim.planning.planner import Candidate, Decision, candidates
+from zosim.report import Table
 
 _DIGITS = 3
 _WORTH_SAYING = 0.01
@@ -154,19 +157,71 @@ def _change(
     now: Candidate,
     best: tuple[int, float] | None,
 ) -> Change:
-    machine = offer.machine
-    then = _altered(market.job, machine, lever.apply(machine.topology, factor))
+    change = _changed(market.job, offer.machine, lever, factor, now)
+    if change.times is None:
+        return change
+    key = market.key(market.repriced(offer, change.times))
+    return replace(change, is_first=best is None or key <= best)
+
+
+def _changed(job: Job, machine: PricedMachine, lever: Lever, factor: float, now: Candidate) -> Change:
+    then = _altered(job, machine, lever.apply(machine.topology, factor))
     if then is None:
         return Change(factor, None, "", False)
-    times = then.bound.seconds / now.bound.seconds
-    key = market.key(market.repriced(offer, times))
     described = then.describe()
     return Change(
         factor,
-        times,
+        then.bound.seconds / now.bound.seconds,
         "" if described == now.describe() else described,
-        best is None or key <= best,
+        False,
     )
+
+
+def plan_effects(decision: Decision, config: PlanConfig) -> tuple[Effect, ...]:
+    """Return what each figure of a plan's machine decides, those that decide most first; data sheets stand for all rates."""
+    chosen, topology = decision.chosen, decision.chosen.planned.topology
+    size = chosen.plan.placement.world_size
+    listed = (chosen, *decision.others, *decision.rejected)
+    step_s = Range.exactly(chosen.seconds)
+    machine = PricedMachine(chosen.plan.placement.topology, topology, size, size, (), listed, step_s)
+    job = Job(config, 1)
+    now = _altered(job, machine, topology)
+    if now is None:
+        return ()
+    found = (
+        Effect(
+            lever.name,
+            lever.now,
+            *(_changed(job, machine, lever, factor, now) for factor in (2.0, 0.5)),
+            False,
+        )
+        for lever in machine.levers
+    )
+    return tuple(sorted(found, key=lambda effect: -_span(effect)))
+
+
+def effects_table(title: str, effects: Sequence[Effect], *, ranks: bool) -> Table:
+    """Return figures as a table, those that change nothing left out; `ranks` says whether offers stand beside."""
+    rows = [
+        (
+            effect.figure,
+            effect.now,
+            _in_words(effect.doubled),
+            _in_words(effect.halved),
+            *(("yes" if effect.changes_answer else "",) if ranks else ()),
+        )
+        for effect in effects
+        if effect.doubled.matters or effect.halved.matters
+    ]
+    headings = ("figure", "now", "x2", "/2", *(("changes which is first",) if ranks else ()))
+    return Table(headings, rows, title=title)
+
+
+def _in_words(change: Change) -> str:
+    if change.times is None:
+        return "nothing fits"
+    description = "-" if not change.matters else percent(change.times)
+    return f"{description}, then {change.placement}" if change.placement and change.matters else description
 
 
 def _altered(job: Job, machine: PricedMachine, topology: Topology) -> Candidate | None:
