@@ -136,9 +136,9 @@ class Answer:
             )
         steps = about_steps(job.num_steps, self.num_examples)
         if within and self.num_examples is not None:
-            hours, money = within[0].cost.hours.value, within[0].cost.money.value
+            hours, spent = within[0].cost.hours.value, within[0].cost.money.value
             least, most = MORE_STEPS
-            steps += f", there {plain(least * hours)} to {plain(most * hours)} hours and {plain(least * money)} to {plain(most * money)} {currency}"
+            steps += f", there {plain(least * hours)} to {plain(most * hours)} hours and {plain(least * spent)} to {plain(most * spent)} {currency}"
         return [*sentences, steps]
 
     def to_data(self) -> dict[str, Any]:

@@ -188,16 +188,11 @@ def plan_effects(decision: Decision, config: PlanConfig) -> tuple[Effect, ...]:
     now = _altered(job, machine, topology)
     if now is None:
         return ()
-    found = (
-        Effect(
-            lever.name,
-            lever.now,
-            *(_changed(job, machine, lever, factor, now) for factor in (2.0, 0.5)),
-            False,
-        )
-        for lever in machine.levers
-    )
-    return tuple(sorted(found, key=lambda effect: -_span(effect)))
+    decided = []
+    for lever in machine.levers:
+        doubled, halved = (_changed(job, machine, lever, factor, now) for factor in (2.0, 0.5))
+        decided.append(Effect(lever.name, lever.now, doubled, halved, False))
+    return tuple(sorted(decided, key=lambda effect: -_span(effect)))
 
 
 def effects_table(title: str, effects: Sequence[Effect], *, ranks: bool) -> Table:
@@ -206,8 +201,8 @@ def effects_table(title: str, effects: Sequence[Effect], *, ranks: bool) -> Tabl
         (
             effect.figure,
             effect.now,
-            _in_words(effect.doubled),
-            _in_words(effect.halved),
+            _described(effect.doubled),
+            _described(effect.halved),
             *(("yes" if effect.changes_answer else "",) if ranks else ()),
         )
         for effect in effects
@@ -217,7 +212,7 @@ def effects_table(title: str, effects: Sequence[Effect], *, ranks: bool) -> Tabl
     return Table(headings, rows, title=title)
 
 
-def _in_words(change: Change) -> str:
+def _described(change: Change) -> str:
     if change.times is None:
         return "nothing fits"
     description = "-" if not change.matters else percent(change.times)
