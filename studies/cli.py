@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +14,17 @@ from topology.validation import did_you_mean
 from zosim.console import emit, stdout
 from zosim.report import Table
 
+if TYPE_CHECKING:
+    from studies.exercises import Grade
+
 _ROOT = Path(__file__).parent
+
+
+class ReaderName(enum.StrEnum):
+    """Whom an exercise is packed for."""
+
+    STUDENT = "student"
+    INSTRUCTOR = "instructor"
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,15 @@ def study(
         Path | None,
         typer.Option(
             "--check",
-            help="Python file with your solution of the study's exercise, to test.",
+            help="Python file with a solution of the study's exercise, or a folder of such files, to test.",
+            show_default=False,
+        ),
+    ] = None,
+    pack: Annotated[
+        ReaderName | None,
+        typer.Option(
+            "--pack",
+            help="Write the exercise as a zip: for a student, or for an instructor with the solution.",
             show_default=False,
         ),
     ] = None,
@@ -105,7 +124,14 @@ def study(
         _show_list(json=json)
         return
     chosen = _study_named(name)
-    if check is not None:
+    if (check is not None or pack is not None) and not chosen.has_exercise:
+        with_one = ", ".join(item.name for item in STUDIES if item.has_exercise)
+        raise ZosimError(f"{chosen.name} has no exercise", hint=f"studies with an exercise: {with_one}")
+    if pack is not None:
+        from studies.packing import pack as packed
+
+        stdout.print(packed(chosen.name, pack.value, Path()), markup=False, soft_wrap=True)
+    elif check is not None:
         _try(chosen, check, json=json)
     elif json:
         emit(_described(chosen), json=True)
@@ -149,12 +175,36 @@ def _show_page(page: Path) -> None:
 
 
 def _try(chosen: Study, solution: Path, *, json: bool) -> None:
+    if solution.is_dir():
+        _try_all(chosen, solution, json=json)
+        return
     from studies.exercises import grade
 
-    if not chosen.has_exercise:
-        with_one = ", ".join(item.name for item in STUDIES if item.has_exercise)
-        raise ZosimError(f"{chosen.name} has no exercise", hint=f"studies with an exercise: {with_one}")
     verdict = grade(chosen.name, solution)
-    emit(verdict, json=json, text=f"{'passed' if verdict.passed else 'not yet'}: {verdict.message}")
+    emit(verdict, json=json, text=f"{_verdict(verdict)}: {verdict.message}")
     if not verdict.passed:
         raise typer.Exit(1)
+
+
+def _try_all(chosen: Study, folder: Path, *, json: bool) -> None:
+    """Show the verdict on each file of a folder; what a solution may not do is a verdict, too."""
+    from studies.exercises import Grade, grade
+
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise ZosimError(
+            f"{folder} holds no Python file", hint="put a file for each student there, such as ada.py"
+        )
+    verdicts: dict[str, Grade] = {}
+    for file in files:
+        try:
+            verdicts[file.stem] = grade(chosen.name, file)
+        except ZosimError as error:
+            verdicts[file.stem] = Grade(False, error.message)
+    rows = [(student, _verdict(each), each.message) for student, each in verdicts.items()]
+    shown = Table(("solution", "verdict", "seen"), rows)
+    emit([{"solution": name, **asdict(each)} for name, each in verdicts.items()], json=json, text=shown)
+
+
+def _verdict(grade: Grade) -> str:
+    return "passed" if grade.passed else "not yet"

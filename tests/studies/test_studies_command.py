@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,33 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.slow
 def test_the_command_tries_a_file(tmp_path):
     solution = tmp_path / "mine.py"
     solution.write_text("def rebuild(base, log, epsilon):\n    return base\n")
     result = invoke("why-seeds-suffice", "--check", str(solution))
     assert result.exit_code == 1
     assert result.stdout.startswith("not yet: a run of 1 steps: nothing has changed")
+
+
+@pytest.mark.slow
+def test_the_command_tries_a_folder_of_files(tmp_path):
+    (tmp_path / "ada.py").write_text("def bytes_forward(case):\n    return 1\n")
+    (tmp_path / "eve.py").write_text("import os\n")
+    rows = json.loads(invoke("where_to_split", "--check", str(tmp_path), "--json").stdout)
+    assert [(row["solution"], row["passed"]) for row in rows] == [("ada", False), ("eve", False)]
+    assert "the module os" in rows[1]["message"]
+
+
+def test_a_student_gets_no_solution_and_an_instructor_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for reader in ("student", "instructor"):
+        file = invoke("quzo", "--pack", reader).stdout.strip()
+        with zipfile.ZipFile(tmp_path / file) as packed:
+            names[reader] = set(packed.namelist())
+    assert names["student"] == {"quzo/README.txt", "quzo/page.md", "quzo/stub.py"}
+    assert names["instructor"] - names["student"] == {"quzo/solution.py"}
 
 
 @pytest.mark.parametrize(
