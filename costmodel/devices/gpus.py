@@ -11,11 +11,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import resources
 from typing import Literal
 
 from costmodel.devices.nccl import Generation
 from costmodel.formats import FORMATS, DType
 from costmodel.work import AttentionKernel
+from topology.documents import USER_CATALOGUE, user_catalogue
+from topology.errors import TopologyError
+from topology.reading import shipped_yaml
 from topology.schema import DeviceSpec
 
 AttentionWay = tuple[AttentionKernel | Literal[""], Literal["forward", "backward"]]
@@ -65,45 +69,28 @@ class Architecture:
     multiplies_int8: bool = True
 
 
-_FA2: Mapping[AttentionWay, tuple[float, float]] = {
-    ("", "forward"): (0.93, 0.08),
-    ("", "backward"): (0.78, 0.15),
-    ("fa1", "forward"): (0.43, 0.08),
-    ("fa1", "backward"): (0.30, 0.15),
-}
-"""FlashAttention 2 on A100: 176 Tflop/s with heads of 64 and 225 with heads of 128, of 312; backwards 165 and 195
-(arXiv:2307.08691, figures 4 and 5). Its first version reaches 25-40 % (abstract), less backwards."""
-_EARLY: Mapping[AttentionWay, tuple[float, float]] = {
-    ("", "forward"): (0.55, 0.10),
-    ("", "backward"): (0.45, 0.20),
-}
-"""Before Ampere FlashAttention 2 does not run: torch takes the kernels of xFormers, for which nothing was published that is
-known here. Assumed."""
-_HOPPER: Mapping[AttentionWay, tuple[float, float]] = {
-    ("", "forward"): (0.63, 0.10),
-    ("", "backward"): (0.40, 0.15),
-    ("fa1", "forward"): (0.28, 0.10),
-    ("fa1", "backward"): (0.17, 0.15),
-    ("fa2", "forward"): (0.63, 0.10),
-    ("fa2", "backward"): (0.40, 0.15),
-    ("fa3", "forward"): (0.92, 0.05),
-    ("fa3", "backward"): (0.67, 0.09),
-    ("cudnn", "forward"): (0.97, 0.05),
-    ("cudnn", "backward"): (0.67, 0.09),
-}
-"""On an H100 of 989 Tflop/s, FlashAttention 2 reaches about 325 with heads of 64 and 370 with heads of 128, and backwards 30 %:
-it does not use Hopper's asynchronous products. FlashAttention 3 reaches 497, 648 and 756 with heads of 64, 128 and 256, and
-backwards 474 and 550 (arXiv:2407.08608, figures 5 and 6). cuDNN's kernel is taken to be as much faster as on an H20
-(https://github.com/Dao-AILab/flash-attention/issues/1310)."""
+def _read() -> tuple[tuple[Architecture, ...], dict[AttentionWay, float]]:
+    """Return the known designs and the half lengths of their attention, of the shipped file and the user's."""
+    file = resources.files("costmodel") / "data" / "architectures.yaml"
+    data = shipped_yaml(file.read_text(encoding="utf-8"))
+    tables: dict[str | None, dict[AttentionWay, tuple[float, float]]] = {
+        name: {(kernel, way): (part, clocks) for kernel, way, part, clocks in rows}
+        for name, rows in data["attention"].items()
+    }
+    # The user's come first: who names a GPU that a shipped pattern has, too, means it.
+    rows = (user_catalogue().get("architectures") or {}) | data["architectures"]
+    try:
+        listed = tuple(
+            Architecture(name=name, **{**row, "attention": tables.get(row.get("attention"), {})})
+            for name, row in rows.items()
+        )
+    except TypeError as error:
+        message = f"an architecture of {USER_CATALOGUE} is not valid: {error}"
+        raise TopologyError(message, hint="costmodel/data/architectures.yaml has the fields") from None
+    return listed, {(kernel, way): tokens for kernel, way, tokens in data["half_lengths"]}
 
-_HALF_LENGTHS: Mapping[AttentionWay, float] = {
-    ("", "forward"): 40,
-    ("", "backward"): 240,
-    ("fa3", "forward"): 110,
-}
-"""Tokens at which a fused kernel reaches half of its rate, on a GPU with as many operations per byte of its memory as an A100. Of
-FlashAttention 2: rates at 512 tokens beside those at 16k on A100 (arXiv:2307.08691, figures 4 and 5). Of FlashAttention 3: 430, 517,
-566, 590, 614 and 621 Tflop/s at 512 to 16k tokens on H100 (https://github.com/pytorch/benchmark/pull/2391), which are 210 tokens there."""
+
+ARCHITECTURES, _HALF_LENGTHS = _read()
 _A100_FLOP_PER_BYTE = 312e12 / 2.039e12
 
 
@@ -118,115 +105,6 @@ def half_lengths(spec: DeviceSpec) -> dict[AttentionWay, float]:
         return {}
     ratio = peak.in_si("compute") / spec.memory_bandwidth_bytes_per_s / _A100_FLOP_PER_BYTE
     return {way: tokens * ratio for way, tokens in _HALF_LENGTHS.items()}
-
-
-ARCHITECTURES = (
-    Architecture("pascal", r"\bP100\b", 128, "volta", {}, cache_mib=4, multiplies_int8=False),
-    Architecture(
-        "pascal-graphics",
-        r"\bP(40|4)\b|GTX 10\d\d|TITAN Xp?\b",
-        256,
-        "volta",
-        {},
-        cache_mib=3,
-        float64_part=1 / 32,
-        multiplies_int8=False,
-    ),
-    Architecture(
-        "volta",
-        r"\bV100S?\b|TITAN V\b",
-        128,
-        "volta",
-        _EARLY,
-        flop_j=1.6e-12,
-        cache_mib=6,
-        multiplies_int8=False,
-    ),
-    Architecture(
-        "turing",
-        r"\bT4\b|TITAN RTX|RTX 20\d\d(?! Ada)|Quadro RTX",
-        128,
-        "volta",
-        _EARLY,
-        flop_j=1.4e-12,
-        cache_mib=6,
-        threads=1024,
-        float64_part=1 / 32,
-    ),
-    Architecture("ampere", r"\bA100\b|\bA800\b|\bA30\b", 128, "ampere", _FA2, flop_j=1.24e-12, cache_mib=40),
-    Architecture(
-        "ampere-graphics",
-        r"\bA(40|10|10G|16|2)\b|RTX A\d{4}|RTX 30\d\d",
-        256,
-        "ampere",
-        _FA2,
-        flop_j=1.5e-12,
-        cache_mib=6,
-        threads=1536,
-        float64_part=1 / 64,
-    ),
-    Architecture(
-        "ada",
-        r"\bAda\b|RTX 40\d\d|\bL40S?\b|\bL(20|4|2)\b",
-        256,
-        "ampere",
-        _FA2,
-        flop_j=0.8e-12,
-        cache_mib=72,
-        threads=1536,
-        float64_part=1 / 64,
-        multiplies_float8=True,
-    ),
-    Architecture(
-        "hopper",
-        r"\bG?H(100|200|20|800)\b",
-        256,
-        "hopper",
-        _HOPPER,
-        flop_j=0.85e-12,
-        cache_mib=50,
-        multiplies_float8=True,
-    ),
-    Architecture(
-        "blackwell",
-        r"\bG?B(100|200)\b",
-        256,
-        "blackwell",
-        _HOPPER,
-        flop_j=0.6e-12,
-        cache_mib=126,
-        multiplies_float8=True,
-    ),
-    Architecture(
-        "blackwell-ultra",
-        r"\bG?B300\b",
-        256,
-        "blackwell",
-        _HOPPER,
-        flop_j=0.6e-12,
-        cache_mib=126,
-        multiplies_float8=True,
-        multiplies_int8=False,
-    ),
-    Architecture("cdna2", r"MI2\d\dX?\b", 128, "ampere", {}, cache_mib=8, multiplies_int8=False),
-    Architecture(
-        "cdna3", r"MI3\d\dX\b", 256, "ampere", {}, flop_j=1.02e-12, cache_mib=256, multiplies_float8=True
-    ),
-    Architecture(
-        "blackwell-graphics",
-        r"RTX 50[5-9]\d|RTX PRO \d{4}\b|\bGB10\b",
-        256,
-        "blackwell",
-        _FA2,
-        flop_j=0.7e-12,
-        cache_mib=96,
-        threads=1536,
-        float64_part=1 / 64,
-        multiplies_float8=True,
-    ),
-)
-"""Known designs. Energies: what sustained products leave of the power limit, see :func:`sustained_flop_per_s`. Lanes and float64: NVIDIA's
-whitepapers of P100, V100, TU102, GA100, GA102, AD102, H100 and Blackwell."""
 
 
 @cache

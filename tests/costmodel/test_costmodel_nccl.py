@@ -7,9 +7,11 @@ from math import log2
 
 import pytest
 
+from costmodel.devices import gpus
 from costmodel.devices.gpus import ARCHITECTURES, architecture_of, clocks_per_s
 from costmodel.devices.nccl import Communicator
 from topology.documents import catalogue, load_preset
+from topology.errors import TopologyError
 
 A100 = Communicator(8, 1, "nvlink", "ampere", 240e9, 270e9)
 US = 1e-6
@@ -94,6 +96,18 @@ def test_every_gpu_of_the_catalogue_is_of_one_known_architecture() -> None:
     names = ("dgx-h100", "a100-80gb-milan", "h20-4x-milan", "rtx4090-2x", "dgx-1v", "h200-1x")
     known = [architecture_of(load_preset(name).device_spec("gpu0")) for name in names]
     assert [item and item.name for item in known] == ["hopper", "ampere", "hopper", "ada", "volta", "hopper"]
+
+
+def test_a_user_s_file_has_architectures_that_go_first(tmp_path, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text("architectures:\n  mine: {names: RTX 9090, float32_per_clock: 256, nccl: blackwell}\n")
+    monkeypatch.setenv("ZOSIM_CATALOGUE", str(path))
+    listed, _ = gpus._read()
+    assert listed[0].name == "mine"
+    assert listed[1:] == ARCHITECTURES
+    path.write_text("architectures:\n  mine: {names: RTX 9090}\n")
+    with pytest.raises(TopologyError, match="an architecture of ZOSIM_CATALOGUE is not valid"):
+        gpus._read()
 
 
 def test_rings_across_hosts_post_every_step_to_the_network() -> None:
