@@ -80,7 +80,7 @@ def plan(
     densities : path, optional
         Measured densities of the split points, from `zosim probe --json`.
     device : str, optional
-        Node of the topology; by default its first GPU.
+        Node of the topology; by default its fastest GPU.
     threads : int, optional
         Of a CPU's kernels; by default all cores, shared out among its ranks.
     profile : path, optional

@@ -81,7 +81,7 @@ DeviceName = Annotated[
     str | None,
     typer.Option(
         help="Device of the topology to plan for, such as gpu0.",
-        show_default="the first GPU",
+        show_default="the fastest GPU",
         rich_help_panel="Hardware",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -15,6 +16,7 @@ from topology.graph import Topology
 from topology.validation import readable
 from zosim.config import HOST, PlanConfig, filled, merge
 from zosim.hardware.profiles import Profiles
+from zosim.planning.device_choice import DeviceChoice
 from zosim.planning.split_options import SplitOptions
 from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights, naming_options
 
@@ -48,6 +50,8 @@ class Hardware:
         What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
     max_ranks : int
         Ranks that a plan may have where nobody says how many. Several may run on one CPU, on a GPU one.
+    is_device_named : bool
+        Whether the first rank has to be on `device`; otherwise devices are chosen by what they are, and `device` is the fastest.
     """
 
     topology: Topology
@@ -56,6 +60,18 @@ class Hardware:
     profile: Profile
     profiles: Profiles | None = None
     max_ranks: int = 1
+    is_device_named: bool = True
+
+    @property
+    def is_on_cpus(self) -> bool:
+        """Whether ranks run on processors, which several may share."""
+        return self.topology.node(self.device).type == "cpu"
+
+    @cached_property
+    def device_choice(self) -> DeviceChoice:
+        """The devices that ranks may run on."""
+        first = self.device if self.is_device_named else None
+        return DeviceChoice(self.topology, self.topology.node(self.device).type, first)
 
     @classmethod
     def of(
@@ -76,7 +92,7 @@ class Hardware:
         topology : Topology
         name : str
         device : str, optional
-            Of the first rank; by default the first, and a rank may be on every device.
+            Of the first rank; by default the fastest, and a rank may be on every device.
         max_ranks : int, optional
             By default one for every device, or for the one that is named.
         profile : path, optional
@@ -89,7 +105,8 @@ class Hardware:
         is_host = name == HOST and is_calibrated
         profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=is_host)
         all_devices = topology.compute_devices
-        first = device or all_devices[0].id
+        fastest = next(iter(DeviceChoice(topology, all_devices[0].type).by_host.values()))[0]
+        first = device or fastest
         return cls(
             topology,
             name,
@@ -97,6 +114,7 @@ class Hardware:
             profiles.of(first),
             profiles,
             max_ranks or (1 if device is not None else len(all_devices)),
+            device is not None,
         )
 
 

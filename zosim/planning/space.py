@@ -202,12 +202,21 @@ def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPip
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
     """Yield the placements of so many ranks: on as few hosts as can be first, then spread out."""
-    hosts = _devices_by_host(request)
+    picks: dict[tuple[str, ...], None] = {}
+    for hosts in request.hardware.device_choice.selections():
+        num_devices = sum(map(len, hosts.values()))
+        if num_ranks <= num_devices or request.hardware.is_on_cpus:
+            picks |= dict.fromkeys(_picks_of(request, hosts, num_ranks))
+    for picked in picks:
+        on = tuple(request.hardware.topology.host_of(device).id for device in picked)
+        yield Placement(topology=request.hardware.name, devices=picked, hosts=on if len(set(on)) > 1 else ())
+
+
+def _picks_of(request: Request, hosts: Mapping[str, list[str]], num_ranks: int) -> list[tuple[str, ...]]:
+    """Return which of the devices of some hosts so many ranks may be on."""
     num_devices = sum(map(len, hosts.values()))
-    if num_ranks > num_devices:  # every CPU is named as often as it takes
-        times = ceil(num_ranks / num_devices)
-        hosts = {host: [cpu for cpu in devices for _ in range(times)] for host, devices in hosts.items()}
-    listed = list(hosts.values())
+    times = ceil(num_ranks / num_devices)  # every CPU is named as often as it takes
+    listed = [[device for device in devices for _ in range(times)] for devices in hosts.values()]
     picks: list[tuple[str, ...]] = []
     for per_host in range(min(num_ranks, max(map(len, listed))), 0, -1):
         # As many ranks on each host, on as few hosts as can be, then spread out.
@@ -215,11 +224,7 @@ def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
         fits = len(chosen) * per_host == num_ranks and all(len(devices) >= per_host for devices in chosen)
         if fits and (not picks or len(hosts) <= _FEW_HOSTS):
             picks += [picked for picked in _picks(request, chosen, per_host) if picked not in picks]
-    if not picks:
-        picks.append(tuple(device for devices in listed for device in devices)[:num_ranks])
-    for picked in picks:
-        on = tuple(request.hardware.topology.host_of(device).id for device in picked)
-        yield Placement(topology=request.hardware.name, devices=picked, hosts=on if len(set(on)) > 1 else ())
+    return picks or [tuple(device for devices in listed for device in devices)[:num_ranks]]
 
 
 def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[tuple[str, ...]]:
@@ -242,23 +247,9 @@ def _picks(request: Request, hosts: list[list[str]], per_host: int) -> Iterator[
         yield apart
 
 
-def _devices_by_host(request: Request) -> dict[str, list[str]]:
-    """Return the devices that ranks may run on, host by host, from the request's own device on."""
-    topology = request.hardware.topology
-    device_type = topology.node(request.hardware.device).type
-    # GPUs where the request is for one; else the processors.
-    devices = [node.id for node in topology.compute_devices] if device_type == "gpu" else []
-    devices = devices or [node.id for node in topology.of_type("cpu")]
-    first = devices.index(request.hardware.device)
-    hosts: dict[str, list[str]] = {}
-    for device in (*devices[first:], *devices[:first]):
-        hosts.setdefault(topology.host_of(device).id, []).append(device)
-    return hosts
-
-
 def _check_devices(request: Request) -> None:
     """Refuse more ranks than there are GPUs, of which each runs one, and blocks where the method has none."""
-    num_devices = sum(map(len, _devices_by_host(request).values()))
+    num_devices = sum(map(len, request.hardware.device_choice.by_host.values()))
     num_ranks = (
         request.max_ranks if request.config.given("mesh") is None else request.config.given("mesh").world_size
     )
@@ -298,7 +289,7 @@ def _sizes(request: Request) -> frozenset[int]:
         return frozenset({limit})
     if limit <= _FEW_RANKS:
         return frozenset(range(1, limit + 1))
-    per_host = max(map(len, _devices_by_host(request).values()))
+    per_host = max(map(len, request.hardware.device_choice.by_host.values()))
     sizes = {*range(1, min(per_host, limit) + 1), limit}
     size = per_host
     # Whole hosts, doubled each time.
@@ -309,12 +300,9 @@ def _sizes(request: Request) -> frozenset[int]:
 
 
 def _is_uniform(request: Request) -> bool:
-    """Whether the devices are all of one kind and on one host."""
-    hosts = _devices_by_host(request)
-    specs = {
-        request.hardware.topology.device_spec(device).id for devices in hosts.values() for device in devices
-    }
-    return len(hosts) == 1 and len(specs) == 1
+    """Whether the devices are all alike and on one host."""
+    choice = request.hardware.device_choice
+    return len(choice.by_host) == 1 and choice.is_uniform
 
 
 def too_few_ranks(request: Request) -> PlanError:
