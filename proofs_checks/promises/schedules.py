@@ -236,7 +236,7 @@ def blind_validator(shipped, self, item, held, left):
     shipped(self, item, altered(held, readers={}), left)
 
 
-@planted("zosim.lowering.weights:Points.perturb", "blocks that are not restored")
+@planted("zosim.lowering.weights:EvalPoints.perturb", "blocks that are not restored")
 def blocks_not_restored(shipped, self, groups, segment, perturbation, leap):
     shipped(self, groups if leap.eval_point.is_perturbed else (), segment, perturbation, leap)
 

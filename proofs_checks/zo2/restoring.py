@@ -211,7 +211,7 @@ def in_two_halves(shipped, self, theta, z, scale, epsilon, out=None):
 def with_leaps(name: str, scales: Mapping[int, int]) -> Fault:
     """Return a fault of perturbations by other multiples of the perturbation, by multiple."""
 
-    @planted("zosim.lowering.weights:Points.path", name)
+    @planted("zosim.lowering.weights:EvalPoints.path", name)
     def fault(shipped, self, perturbation):
         return tuple(
             tuple(leap._replace(scale=scales.get(leap.scale, leap.scale)) for leap in leaps)

@@ -210,7 +210,7 @@ def _matmul_flops_of_one_forward() -> float:
     return (NUM_BLOCKS * parts.block + parts.head) * _FLOP_PER_S
 
 
-@planted("zosim.lowering.weights:Points.path", "one forward per perturbation")
+@planted("zosim.lowering.weights:EvalPoints.path", "one forward per perturbation")
 def one_forward(shipped, self, perturbation):
     there, (across,), _back = shipped(self, perturbation)
     return there, (across._replace(eval_point=BASE, scale=-1),)
