@@ -121,7 +121,7 @@ def rounded_perturbations() -> Figure:
         for kind, colour, name in (("q-rge1", _ORANGE, "Q-RGE1"), ("q-rge2", _BLUE, "Q-RGE2")):
             factors = [
                 evaluate(
-                    "quantised_estimate_factor",
+                    "quantized_estimate_factor",
                     {"kind": kind, "bits": bits, "scale": (2 ** (bits - 1) - 1) / reach},
                 )
                 for reach in ranges

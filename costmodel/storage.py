@@ -232,7 +232,7 @@ class QuantizedStorage(DenseStorage):
     quant_config: QuantConfig
     perturbation: RoundedPerturbation
     rounds_sums: bool = False
-    product: str = "dequantise"
+    product: str = "dequantize"
     are_inputs_quantized: bool = False
 
     def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
@@ -291,7 +291,7 @@ class QuantizedStorage(DenseStorage):
                 work,
                 linears,
                 how,
-                kernel="dequantise" if is_adapter else self.product,
+                kernel="dequantize" if is_adapter else self.product,
                 are_inputs_quantized=self.are_inputs_quantized and not is_adapter,
                 has_side_path=has_side_path_here,
                 nonzero_share=1 - self.sparsity,

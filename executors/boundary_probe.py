@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from costmodel.formats.codecs import CodecSpec, codec_spec, overhead_bytes
-from executors.codecs import codec_of, decode_quantised, encode_quantised, encoding_of, quantise
+from executors.codecs import codec_of, decode_quantized, encode_quantized, encoding_of, quantize
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility
 from executors.models.model import Batch, SegmentedModel
@@ -239,8 +239,8 @@ def _report(
 
 def _measured(tensor: Tensor, spec: CodecSpec, seed: int) -> tuple[float, ...]:
     """Return the part kept, the entropy, the relative error, the message's size and the payload's over the entropy."""
-    message = encode_quantised(quantise(tensor, spec, generator_on(tensor.device, seed)))
-    symbols = decode_quantised(message).symbols.numpy().reshape(-1)
+    message = encode_quantized(quantize(tensor, spec, generator_on(tensor.device, seed)))
+    symbols = decode_quantized(message).symbols.numpy().reshape(-1)
     stats = Symbols(symbols, tensor.shape[-1], spec.bits or 8).statistics
     payload = len(message) - overhead_bytes(spec, tensor.shape, tensor.dtype.itemsize)
     least = stats.entropy_bits * stats.num_elements / 8

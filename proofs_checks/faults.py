@@ -36,7 +36,7 @@ def wider_normals(factor: float, name: str) -> Fault:
 wide_normals = wider_normals(1.03, "normals 3 % too wide")
 
 
-@planted("executors.codecs.quantising:rounded_at_random", "rounding to the nearest")
+@planted("executors.codecs.quantizing:rounded_at_random", "rounding to the nearest")
 def nearest(_shipped, numbers, *_generator):
     return numbers.round()
 

@@ -29,7 +29,7 @@ from topology.errors import ProfileError
 CodecWork = Mapping[str, int]
 """How often each constant counts.
 
-``quantise_s.<rounding>``, ``dequantise_s``
+``quantize_s.<rounding>``, ``dequantize_s``
     Per element, from numbers to symbols of a byte and back.
 ``encode_s.<encoding>``, ``decode_s.<encoding>``
     Per element, from symbols to a payload and back; ``entropy-wide`` is the entropy coder on more than 4 bits.
@@ -56,7 +56,7 @@ def encode_work(
     work = Counter({"encode_call_s": 1, "byte_s": size})
     if spec.bits is None:
         return work
-    work[f"quantise_s.{spec.rounding}"] = math.prod(shape)
+    work[f"quantize_s.{spec.rounding}"] = math.prod(shape)
     for encoding in _encodings_run(spec, stats):
         _add_symbols(work, "encode", encoding, stats)
     return work
@@ -70,7 +70,7 @@ def decode_work(
     work = Counter({"decode_call_s": 1, "byte_s": size})
     if spec.bits is None:
         return work
-    work["dequantise_s"] = math.prod(shape)
+    work["dequantize_s"] = math.prod(shape)
     _add_symbols(work, "decode", _chosen(spec, stats), stats)
     return work
 
@@ -163,14 +163,14 @@ def codec_terms(work: CodecWork, values: Mapping[str, float], device_type: Devic
 
     Notes
     -----
-    An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantising``: 4 bytes read, one
+    An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantizing``: 4 bytes read, one
     written, at the element-wise bandwidth), a byte of each crosses the bus (``copying``), and the host writes them down.
     The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the
     receiver uses them where they arrive.
     """
     if device_type == "cpu":
         return {"codec": codec_profile_of(values).duration_s(work)}
-    on_device = {name for name in work if name.startswith(("quantise_s", "dequantise_s"))}
+    on_device = {name for name in work if name.startswith(("quantize_s", "dequantize_s"))}
     if not on_device:
         packed = work.get("byte_s", 0) if "encode_call_s" in work else 0
         return {"packing": 2 * packed / values["elementwise_bandwidth"]}
@@ -179,7 +179,7 @@ def codec_terms(work: CodecWork, values: Mapping[str, float], device_type: Devic
     narrower = min(values["copy_d2h_bandwidth"], values["copy_h2d_bandwidth"])
     return {
         "codec": codec_profile_of(values).duration_s(on_host),
-        "quantising": 5 * num_symbols / values["elementwise_bandwidth"],
+        "quantizing": 5 * num_symbols / values["elementwise_bandwidth"],
         "copying": num_symbols / narrower,
     }
 

@@ -293,7 +293,7 @@ def message_bytes(
     overhead = overhead_bytes(spec, shape, element_bytes)
     if spec.bits is None:
         return overhead + math.prod(shape) * element_bytes
-    assert stats is not None, "a quantised tensor's size depends on its symbols"
+    assert stats is not None, "a quantized tensor's size depends on its symbols"
     if spec.encoding == "smallest":
         return overhead + min(payload_bytes(encoding, stats) for encoding in ENCODINGS)
     return overhead + payload_bytes(spec.encoding, stats)

@@ -235,7 +235,7 @@ def quantized_forward_work(
     linears : sequence of (int, int)
         Those that are quantized.
     quant_config : QuantConfig
-    kernel : {"int_mm", "scaled_mm", "dequantise"}
+    kernel : {"int_mm", "scaled_mm", "dequantize"}
     are_inputs_quantized : bool
         Whether inputs are rounded to a byte before they are multiplied.
     has_side_path : bool
@@ -249,7 +249,7 @@ def quantized_forward_work(
 
     Notes
     -----
-    ``dequantise`` makes one weight at a time of its quantized values, a temporary; quantized values that share a byte are parted before. Those of
+    ``dequantize`` makes one weight at a time of its quantized values, a temporary; quantized values that share a byte are parted before. Those of
     floating-point formats are made float32 first, by a table of 32-bit places where they have four bits. Under
     ``int_mm`` weight and perturbation are products of their own, of integers, whose sums are scaled in passes of their own;
     ``scaled_mm`` is the same in e4m3, to which the perturbation is cast. What
@@ -284,7 +284,7 @@ def quantized_forward_work(
         # Rows of the perturbation that are not 0: their mean, which time is made of, and their most, which memory is.
         nonzero, most = round(outputs * nonzero_share) * has_side_path, _most_rows(outputs, nonzero_share)
         passes["unpacking"] += times * nonzero * inputs * is_packed
-        if kernel != "dequantise":
+        if kernel != "dequantize":
             kind = "int8" if kernel == "int_mm" else "float8_e4m3"
             products.append(product.model_copy(update={"format": kind}))
             if nonzero:
@@ -343,7 +343,7 @@ def quantized_forward_work(
 def _quantizing_bytes(rows: int, inputs: int, width: int, kernel: str) -> int:
     """Return what inputs take while they become quantized, in float32 a part at a time, and where these become numbers again, whole."""
     elements = rows * inputs
-    if kernel == "dequantise":
+    if kernel == "dequantize":
         return elements * (4 + width * (width != 4))
     return 4 * min(elements, max(TILE_ELEMENTS, inputs))
 

@@ -2,7 +2,7 @@
 
 Four layouts are known: those of compressed-tensors (packed integers, integers and e4m3 numbers of a byte), GPTQ and AWQ, and
 zosim's own. The last is for quantized values that none of the others can hold. What has no counterpart among a plan's low bits
-is refused here, before a weight is read. The tensors are read by :mod:`executors.models.quantised`.
+is refused here, before a weight is read. The tensors are read by :mod:`executors.models.quantized`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ QUANTIZED_SUFFIXES = (
 
 
 class StoredQuantization(BaseModel):
-    """How the linear layers of a quantised model are kept in its files.
+    """How the linear layers of a quantized model are kept in its files.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ def _refuse(
 
 
 class _Arguments(BaseModel):
-    """How one kind of tensor is quantised, in compressed-tensors' words."""
+    """How one kind of tensor is quantized, in compressed-tensors' words."""
 
     num_bits: PositiveInt = 8
     type: str = "int"
@@ -194,7 +194,7 @@ def _compressed_tensors(quantization: Mapping[str, Any], where: str) -> StoredQu
     if weights.dynamic or weights.actorder in ("group", "dynamic", True):
         _refuse(where, "inputs are grouped in another order than they come in (actorder)")
     if scheme.output_activations is not None:
-        _refuse(where, "outputs are quantised, too")
+        _refuse(where, "outputs are quantized, too")
     scales = {"tensor": "tensor", "channel": "channel", "group": "group"}.get(weights.strategy or "")
     if scales is None:
         _refuse(where, f"strategy {weights.strategy!r:.40} of scales has no counterpart here")
@@ -215,7 +215,7 @@ def _activations(where: str, inputs: _Arguments | None) -> str:
     is_byte = inputs.num_bits == 8 and inputs.symmetric and inputs.dynamic is True
     if not is_byte or inputs.strategy not in ("token", "tensor") or inputs.type not in ("int", "float"):
         _refuse(
-            where, "inputs are quantised otherwise than to a byte with scales of their own for each product"
+            where, "inputs are quantized otherwise than to a byte with scales of their own for each product"
         )
     return f"{inputs.type}8-{inputs.strategy}"
 

@@ -302,7 +302,7 @@ class ModelSpec(BaseModel):
     param_groups : tuple of ParamGroup
         In registration order.
     stored : StoredQuantization or None
-        How its files keep the weights of linear layers, where another tool has quantised them.
+        How its files keep the weights of linear layers, where another tool has quantized them.
     splits_inside : bool
         Whether its blocks can be split inside: an MLP of two linears, the second of which is added to the residual stream as it is.
     text_of : str

@@ -16,7 +16,7 @@ from executors.codecs.codec import codec_of, decode
 from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols
 from executors.codecs.entropy import is_available
 from executors.codecs.packing import Bytes
-from executors.codecs.quantising import dequantise, quantise
+from executors.codecs.quantizing import dequantize, quantize
 from executors.randomness.rng import generator_on
 
 NUM_ROWS, NUM_COLUMNS = 4096, 2048
@@ -52,12 +52,12 @@ def stage_probes(num_rows: int | None = None) -> Iterator[CodecProbe]:
     values = _activations(0.2, num_rows)
     nearest, random = CodecSpec(4), CodecSpec(4, rounding="stochastic")
     generator = generator_on(torch.device("cpu"), 0)
-    quantised = quantise(values, nearest)
-    yield CodecProbe("quantise", {"quantise_s.nearest": num}, lambda: quantise(values, nearest))
+    quantized = quantize(values, nearest)
+    yield CodecProbe("quantize", {"quantize_s.nearest": num}, lambda: quantize(values, nearest))
     yield CodecProbe(
-        "quantise at random", {"quantise_s.stochastic": num}, lambda: quantise(values, random, generator)
+        "quantize at random", {"quantize_s.stochastic": num}, lambda: quantize(values, random, generator)
     )
-    yield CodecProbe("dequantise", {"dequantise_s": num}, lambda: dequantise(quantised))
+    yield CodecProbe("dequantize", {"dequantize_s": num}, lambda: dequantize(quantized))
     for encoding in ENCODINGS:
         if encoding != "entropy" or is_available():
             yield from _encodings(encoding, num_rows)
@@ -83,7 +83,7 @@ def whole_probes(
 def symbols_of(values: torch.Tensor, spec: CodecSpec) -> Symbols:
     """Return the symbols that `spec`, rounding to the nearest, makes of `values`; of plain numbers, those of 8 bits."""
     requested = CodecSpec(spec.bits or 8, spec.grid, "nearest", spec.scope)
-    symbols = quantise(values, requested).symbols.cpu().numpy().reshape(-1)
+    symbols = quantize(values, requested).symbols.cpu().numpy().reshape(-1)
     return Symbols(symbols, values.shape[-1] if values.dim() else 1, requested.bits or 8)
 
 

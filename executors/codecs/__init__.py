@@ -1,4 +1,4 @@
-"""Codecs for activations that cross a boundary: quantisation, encodings and the message that carries them.
+"""Codecs for activations that cross a boundary: quantization, encodings and the message that carries them.
 
 ``codec_of(codec_spec("q4:token")).encode(tensor)`` makes a message, :func:`decode` a tensor of it.
 """
@@ -7,28 +7,28 @@ from executors.codecs.codec import (
     Codec,
     Message,
     Plain,
-    QuantisedCodec,
+    QuantizedCodec,
     codec_of,
     decode,
-    decode_quantised,
-    encode_quantised,
+    decode_quantized,
+    encode_quantized,
     encoding_of,
     messages_of,
 )
-from executors.codecs.quantising import Quantised, dequantise, quantise
+from executors.codecs.quantizing import Quantized, dequantize, quantize
 
 __all__ = [
     "Codec",
     "Message",
     "Plain",
-    "Quantised",
-    "QuantisedCodec",
+    "Quantized",
+    "QuantizedCodec",
     "codec_of",
     "decode",
-    "decode_quantised",
-    "dequantise",
-    "encode_quantised",
+    "decode_quantized",
+    "dequantize",
+    "encode_quantized",
     "encoding_of",
     "messages_of",
-    "quantise",
+    "quantize",
 ]

@@ -1,4 +1,4 @@
-"""Tensors to messages and back: one interface for plain numbers and for every quantised encoding.
+"""Tensors to messages and back: one interface for plain numbers and for every quantized encoding.
 
 Messages describe themselves, so there is one :func:`decode` for all.
 """
@@ -18,7 +18,7 @@ from executors.codecs.container import GRIDS, SCOPES, Header, assemble, disassem
 from executors.codecs.encodings import BY_NAME, MessageLayout, Payload, Symbols, encode_smallest
 from executors.codecs.grids import fitted
 from executors.codecs.packing import Bytes
-from executors.codecs.quantising import Quantised, dequantise, grid_format, quantise
+from executors.codecs.quantizing import Quantized, dequantize, grid_format, quantize
 from executors.devices import staged_on
 from topology.errors import CodecError
 
@@ -51,11 +51,11 @@ class Codec(ABC):
         CodecError
             If the codec cannot represent the values, or the format is unknown.
         """
-        (message,) = messages_of([self.quantised(tensor, generator)])
+        (message,) = messages_of([self.quantized(tensor, generator)])
         return message
 
     @abstractmethod
-    def quantised(self, tensor: Tensor, generator: Generator | None = None) -> Quantised | Tensor:
+    def quantized(self, tensor: Tensor, generator: Generator | None = None) -> Quantized | Tensor:
         """Return what a message of `tensor` holds, where that is: symbols, or the numbers themselves.
 
         Raises
@@ -76,28 +76,28 @@ class Plain(Codec):
     def __init__(self) -> None:
         super().__init__(CodecSpec())
 
-    def quantised(self, tensor: Tensor, generator: Generator | None = None) -> Quantised | Tensor:  # noqa: ARG002 - nothing is rounded
+    def quantized(self, tensor: Tensor, generator: Generator | None = None) -> Quantized | Tensor:  # noqa: ARG002 - nothing is rounded
         """Return `tensor`."""
         dtype_number(tensor.dtype)
         return tensor.detach()
 
 
-class QuantisedCodec(Codec):
+class QuantizedCodec(Codec):
     """Symbols of few bits, in an encoding that is given, or the smallest for each tensor."""
 
-    def quantised(self, tensor: Tensor, generator: Generator | None = None) -> Quantised | Tensor:
+    def quantized(self, tensor: Tensor, generator: Generator | None = None) -> Quantized | Tensor:
         """Return the symbols of `tensor`."""
         dtype_number(tensor.dtype)
-        return quantise(tensor, self.spec, generator)
+        return quantize(tensor, self.spec, generator)
 
 
 def codec_of(spec: CodecSpec) -> Codec:
     """Return the codec that `spec` describes."""
-    return Plain() if spec.bits is None else QuantisedCodec(spec)
+    return Plain() if spec.bits is None else QuantizedCodec(spec)
 
 
-def messages_of(contents: Sequence[Quantised | Tensor]) -> list[Tensor]:
-    """Return the messages of tensors, quantised or plain, as :meth:`Codec.encode` does; a device is waited for once.
+def messages_of(contents: Sequence[Quantized | Tensor]) -> list[Tensor]:
+    """Return the messages of tensors, quantized or plain, as :meth:`Codec.encode` does; a device is waited for once.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def messages_of(contents: Sequence[Quantised | Tensor]) -> list[Tensor]:
     """
     parts = [
         [each.symbols, *each.parameters, *(doubt.is_there for doubt in each.doubts)]
-        if isinstance(each, Quantised)
+        if isinstance(each, Quantized)
         else [each]
         for each in contents
     ]
@@ -114,9 +114,9 @@ def messages_of(contents: Sequence[Quantised | Tensor]) -> list[Tensor]:
     return [_assembled(each, [next(raw) for _ in own]) for each, own in zip(contents, parts, strict=True)]
 
 
-def encode_quantised(quantised: Quantised) -> Tensor:
-    """Return the message of a tensor that has been quantised."""
-    (message,) = messages_of([quantised])
+def encode_quantized(quantized: Quantized) -> Tensor:
+    """Return the message of a tensor that has been quantized."""
+    (message,) = messages_of([quantized])
     return message
 
 
@@ -130,7 +130,7 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Bytes]:
     return [whole[end - piece.numel() : end] for end, piece in zip(ends, flat, strict=True)]
 
 
-def _assembled(content: Quantised | Tensor, raw: Sequence[Bytes]) -> Tensor:
+def _assembled(content: Quantized | Tensor, raw: Sequence[Bytes]) -> Tensor:
     """Return the message of a tensor whose parts are these bytes of the host."""
     if isinstance(content, Tensor):
         return torch.from_numpy(assemble(Header(content.dtype, tuple(content.shape)), raw))
@@ -179,7 +179,7 @@ def decode(
     """
     header, body = disassemble(_bytes_of(message), shape)
     if header.bits:
-        return dequantise(_quantised(header, body, torch.device(device)))
+        return dequantize(_quantized(header, body, torch.device(device)))
     expected = header.num_elements * header.dtype.itemsize
     if len(body) != expected:
         raise CodecError(f"the numbers take {len(body)} bytes, but {expected} were expected")
@@ -195,12 +195,12 @@ def encoding_of(message: Message) -> str:
     return ENCODINGS[header.encoding - 1] if header.bits else "none"
 
 
-def decode_quantised(message: Message) -> Quantised:
+def decode_quantized(message: Message) -> Quantized:
     """Return the symbols and grids in a message that is not plain."""
     header, body = disassemble(_bytes_of(message), None)
     if not header.bits:
         raise CodecError("a message of unencoded numbers has no symbols")
-    return _quantised(header, body, torch.device("cpu"))
+    return _quantized(header, body, torch.device("cpu"))
 
 
 def _bytes_of(message: Message) -> Bytes:
@@ -214,7 +214,7 @@ def _bytes_of(message: Message) -> Bytes:
     return message.cpu().contiguous().numpy()
 
 
-def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
+def _quantized(header: Header, body: Bytes, device: torch.device) -> Quantized:
     grid, scope = GRIDS[header.grid], SCOPES[header.scope]
     spec = CodecSpec(header.bits, grid, scope=scope, encoding=ENCODINGS[header.encoding - 1])
     parameters, body = _parameters(header, spec, body)
@@ -228,7 +228,7 @@ def _quantised(header: Header, body: Bytes, device: torch.device) -> Quantised:
     raw = [parameter.view(-1).view(torch.uint8).numpy() for parameter in parameters]
     rows, *there = _on_device([symbols, *raw], device)
     kept = (own.view(here.dtype).view(here.shape) for own, here in zip(there, parameters, strict=True))
-    return Quantised(spec, header.shape, header.dtype, rows.reshape(-1, columns or 1), tuple(kept))
+    return Quantized(spec, header.shape, header.dtype, rows.reshape(-1, columns or 1), tuple(kept))
 
 
 def _on_device(pieces: Sequence[Bytes], device: torch.device) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.formats.codecs import CodecSpec
-from executors.codecs.quantising import dequantise, quantise
+from executors.codecs.quantizing import dequantize, quantize
 from topology.errors import CodecError
 
 
@@ -29,12 +29,12 @@ def relative_error(tensor: Tensor, spec: CodecSpec, generator: Generator | None 
 
 def received(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> Tensor:
     """Return what arrives of `tensor`: the values that its message would be decoded to."""
-    return tensor if spec.bits is None else dequantise(quantise(tensor, spec, generator))
+    return tensor if spec.bits is None else dequantize(quantize(tensor, spec, generator))
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Whether a quantised activation still sees a perturbation of the parameters before it.
+    """Whether a quantized activation still sees a perturbation of the parameters before it.
 
     Attributes
     ----------
@@ -60,11 +60,11 @@ class Visibility:
 
     @property
     def warning(self) -> str | None:
-        """What to tell a user who quantises so at this ε; None if the difference outweighs the noise."""
+        """What to tell a user who quantizes so at this ε; None if the difference outweighs the noise."""
         if self.noise_to_signal <= 1:
             return None
         return (
-            f"at ε={self.epsilon:g} quantisation adds {self.noise_to_signal:.1f} times the difference that the "
+            f"at ε={self.epsilon:g} quantization adds {self.noise_to_signal:.1f} times the difference that the "
             f"gradient is made of ({self.changed:.2%} of the symbols differ); ε of about {self.smallest_epsilon:.1g} "
             "or more bits would make it visible"
         )
@@ -101,8 +101,8 @@ def visibility(
         )
     seeds = (seed, seed if shared_noise else seed + 1)
     generators = [torch.Generator(plus.device).manual_seed(number) for number in seeds]
-    sent = [quantise(a, spec, generator) for a, generator in zip((plus, minus), generators, strict=True)]
-    noise = dequantise(sent[0]).double() - dequantise(sent[1]).double() - true
+    sent = [quantize(a, spec, generator) for a, generator in zip((plus, minus), generators, strict=True)]
+    noise = dequantize(sent[0]).double() - dequantize(sent[1]).double() - true
     ratio = float(noise.norm() / true.norm())
     changed = float((sent[0].symbols != sent[1].symbols).double().mean())
     independent = spec.rounding == "stochastic" and not shared_noise

@@ -89,7 +89,7 @@ class QuantizedLinear(nn.Linear):
         quantized = self.quantized
         if quantized is None:  # numbers may be in their file's format until they become quantized
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
-        if self.product != "dequantise":
+        if self.product != "dequantize":
             return self._quantized_product(input, quantized)
         if self.input_scales:
             qvalues, scales = self._inputs_of(input)
@@ -363,7 +363,7 @@ def become_quantizable(module: nn.Module, quant_config: QuantConfig | None = Non
     layer.__class__ = QuantizedLinear
     layer.out_features, layer.in_features = layer.weight.shape
     layer.quant_config, layer.quantized, layer.side_path = quant_config, None, None
-    layer.product, layer.input_scales, layer.input_format = "dequantise", "", ""
+    layer.product, layer.input_scales, layer.input_format = "dequantize", "", ""
     return layer  # type: ignore[no-any-return]
 
 
@@ -426,14 +426,14 @@ def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
     PlanError
         If the device lacks the kernel that the plan counts on, and no other may take its place.
     """
-    if low_bits.product == "dequantise" or has_byte_product(device, low_bits.product):
+    if low_bits.product == "dequantize" or has_byte_product(device, low_bits.product):
         return low_bits.product
-    if low_bits.may_dequantise:
-        return "dequantise"
+    if low_bits.may_dequantize:
+        return "dequantize"
     kind = "int8" if low_bits.product == "int_mm" else "e4m3"
     raise PlanError(
         f"{device} has no product of {kind} matrices (torch._{low_bits.product}), which the plan counts on",
-        hint="add --kernel-fallback, or plan with --kernel dequantise",
+        hint="add --kernel-fallback, or plan with --kernel dequantize",
     )
 
 

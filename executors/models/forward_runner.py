@@ -21,7 +21,7 @@ from executors.models.model import (
     in_segments,
 )
 from executors.models.parameters import NamedTensor
-from executors.models.quantised import make_layers_quantizable
+from executors.models.quantized import make_layers_quantizable
 from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
 from zosim.plans import Plan

@@ -19,7 +19,7 @@ from costmodel.models.configs import stored_quantization_in
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, format_of
 from executors.models.loading import load_model
 from executors.models.parameters import stored_parameters
-from executors.models.quantised import load_quantised, make_layers_quantizable
+from executors.models.quantized import load_quantized, make_layers_quantizable
 from executors.models.weight_files import weights_digest
 from zosim.plans import Plan
 
@@ -50,7 +50,7 @@ def load_weights(
         As of :func:`executors.models.loading.load_model`.
     """
     if not random_weights and stored_quantization_in(source) is not None:
-        return load_quantised(source, plan)
+        return load_quantized(source, plan)
     is_mapped = is_mapped and moves_mapped(plan) and not random_weights
     storage = plan.storage_dtype
     model = load_model(

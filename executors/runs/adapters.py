@@ -13,7 +13,7 @@ from costmodel.models.configs import LoRA, Prefix, Subset
 from executors.formats import TORCH_DTYPES
 from executors.models.lora import attach_lora, block_linears, merge_lora, save_adapters
 from executors.models.prefix import WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
-from executors.models.quantised import save_own, save_quantised
+from executors.models.quantized import save_own, save_quantized
 from executors.models.weight_files import save_pretrained, weights_digest
 from executors.runs.lazy_intervals import attach_intervals, lazy_intervals_of
 from executors.runs.session import Session
@@ -118,5 +118,5 @@ def save_tuned(
             merge_lora(whole)
             save_pretrained(whole, out, storage)
     else:
-        writers = {"numbers": save_pretrained, "compressed-tensors": save_quantised, "zosim": save_own}
+        writers = {"numbers": save_pretrained, "compressed-tensors": save_quantized, "zosim": save_own}
         writers[save_as](model, out, storage)

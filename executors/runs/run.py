@@ -22,7 +22,7 @@ from torch import nn
 from executors.datasets.batches import Batches
 from executors.datasets.objectives import objective_named
 from executors.files import write_atomically
-from executors.models.quantised import other_kernel
+from executors.models.quantized import other_kernel
 from executors.models.weight_files import weights_digest
 from executors.ranks.communicator import Communicator, default_communicator
 from executors.ranks.launch import process_group

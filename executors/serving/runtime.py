@@ -24,7 +24,7 @@ from executors.formats import format_of
 from executors.labels import IGNORED_LABEL
 from executors.models.batched import BatchedModel, SidePath
 from executors.models.packing import Packing, joined
-from executors.models.quantised import encode
+from executors.models.quantized import encode
 from executors.models.recording_blocks import StepCache
 from executors.models.weight_files import weights_digest
 from executors.runs.adapters import attach

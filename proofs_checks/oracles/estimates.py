@@ -94,7 +94,7 @@ def quadratic_contraction(
 @oracle(
     "QuZO Eq. 8 and 10: Q-RGE1 uses one rounding twice, Q-RGE2 two independent roundings of one perturbation"
 )
-def quantised_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, scale: Positive) -> float:
+def quantized_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, scale: Positive) -> float:
     """Return the factor in E[ĝ] = factor·∇f of a linear loss, for perturbations rounded at random to few bits.
 
     Notes
@@ -103,7 +103,7 @@ def quantised_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, sca
 
     Examples
     --------
-    >>> round(quantised_estimate_factor("q-rge2", 8, 127 / 6), 6)
+    >>> round(quantized_estimate_factor("q-rge2", 8, 127 / 6), 6)
     1.0
     """
     from proofs_checks.oracles.perturbations import rounded_normal_moments

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from proofs_checks.oracles.registry import Count, Positive, oracle
 
-Distribution = Literal["gaussian", "rademacher", "sphere", "low-rank", "quantised-gaussian"]
+Distribution = Literal["gaussian", "rademacher", "sphere", "low-rank", "quantized-gaussian"]
 Bits = Annotated[int, Field(ge=2, le=16, strict=True)]
 
 
@@ -28,7 +28,7 @@ def perturbation_moments(
     Parameters
     ----------
     distribution : str
-        The sphere's radius is ``√dimension``; ``low-rank`` is ``UVᵀ/√r`` of `rows` by `columns`; ``quantised-gaussian`` is a
+        The sphere's radius is ``√dimension``; ``low-rank`` is ``UVᵀ/√r`` of `rows` by `columns`; ``quantized-gaussian`` is a
         normal rounded at random to grid values of `bits`, `scale` grid values per unit, one rounding used twice.
     dimension : int
         Of all but ``low-rank``.

@@ -1,4 +1,4 @@
-"""Statements of several papers at once: what an estimate is of when meshes, split points, codecs and quantised weights meet."""
+"""Statements of several papers at once: what an estimate is of when meshes, split points, codecs and quantized weights meet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEP = 0.25
 """Of the grid that activations are rounded to."""
 
 _BASE = received(torch.tensor([0.93, -0.41], dtype=torch.float64), CodecSpec(4))
-"""Quantised weights: one before the split point, one behind it."""
+"""Quantized weights: one before the split point, one behind it."""
 
 _DATA = torch.tensor([0.8, -1.3, 2.1, 0.4], dtype=torch.float64)
 """A sample for each sequence; two shards of two."""
@@ -60,8 +60,8 @@ def _gradient(rest: str, *, at_base: Tensor) -> Tensor:
     return torch.autograd.grad(loss, theta)[0]
 
 
-def check_mesh_of_quantised_halves(_context: Context) -> Outcome:
-    """Compare the mean estimate of a 2D mesh through a split point and quantised weights with the gradient at these weights."""
+def check_mesh_of_quantized_halves(_context: Context) -> Outcome:
+    """Compare the mean estimate of a 2D mesh through a split point and quantized weights with the gradient at these weights."""
     plain = torch.tensor([0.93, -0.41], dtype=torch.float64)
     mean = mean_estimate(
         lambda theta: _mesh_loss(theta, "linear", encoded=True), [0.0, 0.0], 0.3, central=True, order=6
@@ -216,8 +216,8 @@ def one_qvalue_lower(shipped, self, *given):
 
 
 CHECKS: Checks = {
-    "mesh-boundary-and-quantised-weights": printed(
-        check_mesh_of_quantised_halves, central_by_epsilon, losses_added
+    "mesh-boundary-and-quantized-weights": printed(
+        check_mesh_of_quantized_halves, central_by_epsilon, losses_added
     ),
     "rounded-boundary-interpolates": (
         printed(

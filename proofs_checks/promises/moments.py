@@ -81,7 +81,7 @@ def _families() -> Iterator[Family]:
             (0.0, second, rounding.relative_energy("q-rge1", numel) * second**2),
             _moments(
                 perturbation_moments(
-                    "quantised-gaussian", dimension=numel, bits=bits, scale=(2 ** (bits - 1) - 1) / limit
+                    "quantized-gaussian", dimension=numel, bits=bits, scale=(2 ** (bits - 1) - 1) / limit
                 )
             ),
         )

@@ -1,4 +1,4 @@
-"""QuZO's statements: estimators of rounded perturbations, updates of quantised weights, and its algorithm as printed.
+"""QuZO's statements: estimators of rounded perturbations, updates of quantized weights, and its algorithm as printed.
 
 Training in low bits is judged on its formulas, and on the weights and perturbations in quantized values that runs take.
 """

@@ -128,7 +128,7 @@ def literal_values(tensor: Array32, bits: int) -> Array32:
 
 
 def check_lossless(context: Context) -> Outcome:
-    """Count elements that an encoding brings back otherwise than they are quantised with NumPy, bit for bit."""
+    """Count elements that an encoding brings back otherwise than they are quantized with NumPy, bit for bit."""
     wrong = 0
     for seed in range(context.seed, context.seed + context.samples(20, 3)):
         for bits, encoding, gate in itertools.product(BITS, ENCODINGS, (-9.0, 0.0, 1.5, 9.0)):
@@ -280,7 +280,7 @@ def _narrowed(shipped, parameters, spec):
     return replace(grids, low=grids.low + 1, high=grids.high - 1)
 
 
-@planted("executors.codecs.grids:fit", "values quantised a step too fine")
+@planted("executors.codecs.grids:fit", "values quantized a step too fine")
 def _finer(shipped, rows, spec, *rest):
     parameters = shipped(rows, spec, *rest)
     if spec.grid != "affine":

@@ -347,7 +347,7 @@ CHECKS: Checks = {
             ),
         ),
     ),
-    "sparq-quantisation-and-zeros": (
+    "sparq-quantization-and-zeros": (
         conditioned(check_zeros_stay, rounding_up),
         counterexample(check_zeros_woken, _with_a_zero),
     ),

@@ -409,24 +409,24 @@ def check_increment_growth(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-# -- a quantised base --------------------------------------------------------------------------------------------------------
+# -- a quantized base --------------------------------------------------------------------------------------------------------
 
 
-def check_quantised_base(_context: Context) -> Outcome:
+def check_quantized_base(_context: Context) -> Outcome:
     """Compare the mean estimate around ``Q(W₀) + ΔW`` with the gradient there, the base's quantized values being left alone."""
     base = torch.tensor([0.93, -0.41, 0.22, 0.05], dtype=torch.float64)
-    quantised = received(base, CodecSpec(4))
-    qvalues = quantised.clone()
+    quantized = received(base, CodecSpec(4))
+    qvalues = quantized.clone()
     update = torch.tensor([0.001, -0.002, 0.0005, 0.003], dtype=torch.float64)
     bend = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
     mean = mean_estimate(
-        lambda adapter: (bend * (quantised + adapter) ** 2).sum() / 2 + (quantised + adapter)[0],
+        lambda adapter: (bend * (quantized + adapter) ** 2).sum() / 2 + (quantized + adapter)[0],
         update.tolist(),
         1e-3,
         central=True,
         order=3,
     )
-    at = quantised + update
+    at = quantized + update
     gradient = bend * at + torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
     own = bend * (base + update) + torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
     return everything_holds(
@@ -435,10 +435,10 @@ def check_quantised_base(_context: Context) -> Outcome:
             "it is not the gradient at W₀ + ΔW": exceeds(
                 float((gradient - own).norm()), 0.05, what="‖∇L(Q(W₀)) - ∇L(W₀)‖"
             ),
-            "the base's quantized values": is_true(torch.equal(qvalues, quantised), what="unchanged"),
+            "the base's quantized values": is_true(torch.equal(qvalues, quantized), what="unchanged"),
             "summed into bfloat16 the probe is lost": is_true(
-                torch.equal((quantised + 1e-3).bfloat16(), quantised.bfloat16())
-                or bool(((quantised + 1e-3).bfloat16() == quantised.bfloat16()).any()),
+                torch.equal((quantized + 1e-3).bfloat16(), quantized.bfloat16())
+                or bool(((quantized + 1e-3).bfloat16() == quantized.bfloat16()).any()),
                 what="some weights do not move by ε = 1e-3",
             ),
         }
@@ -562,8 +562,8 @@ CHECKS: Checks = {
         ),
         printed(lazy.check_shipped_increment_growth, lazy.one_increment, lazy.INCREMENT_EACH_STEP),
     ),
-    "zoinfer-quantised-base": (
-        printed(check_quantised_base, central_by_epsilon),
+    "zoinfer-quantized-base": (
+        printed(check_quantized_base, central_by_epsilon),
         printed(
             quantized.check_side_path_quantized,
             quantized.STORED,

@@ -82,7 +82,7 @@ def products(setting: Setting) -> Iterator[Content]:
     checks: dict[str, Check] = {}
     for name, low_bits in {"_int_mm": _INT8, "_scaled_mm": _FLOAT8}.items():
         axes = {"perturbations": {"rng": "counter"}, "low_bits": low_bits}
-        plain = {**axes, "low_bits": {**low_bits, "kernel": "dequantise"}}
+        plain = {**axes, "low_bits": {**low_bits, "kernel": "dequantize"}}
         for placement in ("resident", "offloaded"):
             where = SAME_BITS[placement]
             checks[f"{name}, {placement}"] = partial(

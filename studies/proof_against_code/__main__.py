@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proofs_checks.oracles.estimates import quantised_estimate_factor
+from proofs_checks.oracles.estimates import quantized_estimate_factor
 from proofs_checks.oracles.rounding import rounding_moments
 from proofs_checks.oracles.smoothing import estimate_bias
 from studies.proof_against_code.cases import EncodedBoundary
@@ -23,7 +23,7 @@ def within_a_range() -> None:
             f"x = {value:g} in 4 bits up to 7: mean {moments['mean']:g}, variance {moments['variance']:.2f}"
         )
     for limit in (6.0, 2.0, 1.0):
-        factor = quantised_estimate_factor("q-rge2", 4, 7 / limit)
+        factor = quantized_estimate_factor("q-rge2", 4, 7 / limit)
         print(f"perturbations clamped at ±{limit:g}: E[ĝ] = {factor:.3f}·∇f")
 
 

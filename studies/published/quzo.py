@@ -1,4 +1,4 @@
-"""QuZO's tables: memory of quantised fine-tuning on one A100, and seconds of a step of OPT-30B.
+"""QuZO's tables: memory of quantized fine-tuning on one A100, and seconds of a step of OPT-30B.
 
 ``memory = weights in bits + 16-bit parts + bytes a token · tokens + context``
 

@@ -44,7 +44,7 @@ _CARRIED = {
     "FO-SGD": "activations and their gradients, 16 bits each",
     "AQ-SGD": "gradients back, 8 of 12 bits",
     "ZO-SGD": "activations of 2P points, 16 bits",
-    "SparQ": "activations of P + 1 points, quantised",
+    "SparQ": "activations of P + 1 points, quantized",
     MESSAGES: "last messages of all samples",
 }
 

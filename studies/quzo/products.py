@@ -27,7 +27,7 @@ def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
     print(
-        "milliseconds of a product of 768 x 768 in bfloat16: dequantised, weight-only, and the latter's largest error"
+        "milliseconds of a product of 768 x 768 in bfloat16: dequantized, weight-only, and the latter's largest error"
     )
     for rows in ROWS:
         inputs = torch.randn(rows, _SHAPE[1], generator=torch.Generator().manual_seed(0)).bfloat16()

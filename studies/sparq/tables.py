@@ -158,10 +158,10 @@ def conventions() -> Iterator[str]:
         ("OPT-6.7B", "RTE"),
         ("OPT-125M", "SST-2"),
     ):
-        first, quantised = find(volumes, model, dataset, "FO-SGD"), find(volumes, model, dataset, "AQ-SGD")
+        first, quantized = find(volumes, model, dataset, "FO-SGD"), find(volumes, model, dataset, "AQ-SGD")
         assert first is not None
-        assert quantised is not None
-        pairs.append(f"{first.gigabytes.over(quantised.gigabytes)}")
+        assert quantized is not None
+        pairs.append(f"{first.gigabytes.over(quantized.gigabytes)}")
     yield f"FO-SGD over AQ-SGD on OPT: {'; '.join(pairs)}. Dense packing, forward 4 bits and back 8, makes it 32 / 12 = 2.67."
     yield "Decimal or binary gigabytes cannot be told apart in volumes: the unknown tokens take up the difference."
     spec = read_model_spec("opt-6.7b")

@@ -1,4 +1,4 @@
-"""``python -m studies.sparq.training_epsilon``: how much of a projected gradient is left behind a quantised boundary, by ε.
+"""``python -m studies.sparq.training_epsilon``: how much of a projected gradient is left behind a quantized boundary, by ε.
 
 Along the same perturbations, on the same batches of the embedded task: ``g`` without a codec against ``g`` with one.
 """

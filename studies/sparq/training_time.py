@@ -17,7 +17,7 @@ from costmodel.formats.codecs import codec_spec
 from costmodel.scoring import Row
 from executors.calibration.background_load import OtherLoad
 from executors.calibration.calibrating import calibrated
-from executors.codecs import quantise
+from executors.codecs import quantize
 from executors.models.loading import load_model
 from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
@@ -105,7 +105,7 @@ def _density(model: SegmentedModel, batch: Batch, case: CodecCase) -> float:
         return 1.0
     with torch.no_grad():
         found = boundary_tensors(model, batch)[SplitPoint(1, inside)]["activation" if inside else "hidden"]
-    symbols = quantise(found, spec).symbols
+    symbols = quantize(found, spec).symbols
     return 1 - float(symbols.flatten().long().bincount().max()) / symbols.numel()
 
 

@@ -40,9 +40,9 @@ def test_on_a_gpu_the_device_makes_symbols_that_cross_to_the_host():
     (encode, _), way = works("q4:dense")
     num = 4 * 64 * 512
     cost = estimate(encode, make_profile("gpu"))
-    assert cost.terms["quantising"] == pytest.approx(5 * num / 1e9)
+    assert cost.terms["quantizing"] == pytest.approx(5 * num / 1e9)
     assert cost.terms["copying"] == pytest.approx(num / 1e9)
-    on_host_s = way.encode_s - num * load_codec_profile().seconds["quantise_s.nearest"]
+    on_host_s = way.encode_s - num * load_codec_profile().seconds["quantize_s.nearest"]
     assert cost.terms["codec"] == pytest.approx(on_host_s)
 
 

@@ -156,15 +156,15 @@ def test_choosing_takes_at_least_as_long_as_what_is_chosen():
 
 
 def test_constants_are_found_again_from_their_times():
-    true = CodecProfile("made up", {"byte_s": 2e-10, "decode_call_s": 3e-5, "dequantise_s": 1e-9})
-    works = [{"byte_s": 10**6, "decode_call_s": 1}, {"decode_call_s": 1}, {"dequantise_s": 10**6}]
+    true = CodecProfile("made up", {"byte_s": 2e-10, "decode_call_s": 3e-5, "dequantize_s": 1e-9})
+    works = [{"byte_s": 10**6, "decode_call_s": 1}, {"decode_call_s": 1}, {"dequantize_s": 10**6}]
     found = fit_codec_profile([(work, true.duration_s(work)) for work in works], "fitted")
     assert found.seconds == pytest.approx(true.seconds, rel=1e-9)  # three equations, three unknowns
 
 
 def test_a_profile_that_lacks_a_constant_says_which():
-    with pytest.raises(ProfileError, match="dequantise_s"):
-        CodecProfile("empty", {}).duration_s({"dequantise_s": 1})
+    with pytest.raises(ProfileError, match="dequantize_s"):
+        CodecProfile("empty", {}).duration_s({"dequantize_s": 1})
     with pytest.raises(ProfileError, match="0 or more"):
         CodecProfile("wrong", {"byte_s": math.nan})
 

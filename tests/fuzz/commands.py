@@ -264,7 +264,7 @@ _QUANTIZED = (
     "--weight-format int8",
     "--weight-format int4 --weight-scales tensor --zero-point --estimator q-rge2",
     "--weight-format float8_e4m3 --weight-scales tensor --estimator q-rge1 --residency offloaded --transfers private",
-    "--weight-format int8 --activation-format int8-token --kernel dequantise --kernel-fallback --checkpoint-every 1",
+    "--weight-format int8 --activation-format int8-token --kernel dequantize --kernel-fallback --checkpoint-every 1",
     "--weight-format int3 --perturbation-bits 3 --num-perturbations 2 --difference forward --rng counter",
 )
 """Kinds of runs that work, as options beside others."""

@@ -427,9 +427,9 @@ def _mutated_message(generator: Random, case: Case) -> Case:
 
 
 @functools.cache
-def _quantised() -> list[Case]:
-    """Directories that other tools quantised, in every layout that is read."""
-    from tests.support.quantised import compressed, transposed_layout
+def _quantized() -> list[Case]:
+    """Directories that other tools quantized, in every layout that is read."""
+    from tests.support.quantized import compressed, transposed_layout
 
     grouped = {"num_bits": 4, "strategy": "group", "group_size": 16}
     made: dict[str, Callable[[Path], object]] = {
@@ -441,7 +441,7 @@ def _quantised() -> list[Case]:
     }  # fmt: skip
     cases = []
     for name, make in made.items():
-        folder = seeds.folder() / f"quantised-{name}"
+        folder = seeds.folder() / f"quantized-{name}"
         make(folder)
         files = {f"model/{path.name}": path.read_bytes() for path in folder.iterdir()}
         broken = {n: files[n] for n in ("model/config.json", "model/model.safetensors")}
@@ -455,7 +455,7 @@ def _tuned(_folder: Path) -> None:
 
 
 MODEL_READERS: tuple[Target, ...] = (
-    _folder_target("quantised model", _quantised, _tuned, _mutated_weights, 15),
+    _folder_target("quantized model", _quantized, _tuned, _mutated_weights, 15),
     _folder_target("config planned", _files("model/config.json", _configurations), lambda folder: read_model_spec(folder / "model") and None, _mutated_fields, 80),
     _folder_target("config built", _files("model/config.json", _configurations), _built, _mutated_fields, 60),
     _folder_target("config of another family", _files("model/config.json", _other_configurations), _built, _mutated_fields, 30),

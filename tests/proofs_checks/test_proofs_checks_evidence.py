@@ -76,10 +76,10 @@ def test_the_command_takes_a_fresh_seed_and_goes_on_from_its_file(tmp_path):
     for run in (1, 2):
         app = typer.Typer(add_completion=False)
         app.command()(check)
-        result = CliRunner().invoke(app, ["quantised-rge", "--quick", "--json", "--evidence", str(path)])
+        result = CliRunner().invoke(app, ["quantized-rge", "--quick", "--json", "--evidence", str(path)])
         assert result.exit_code == 0, result.stdout
         seeds.append(json.loads(result.stdout)["seed"])
-        assert read_evidence(path)["quantised-rge"].num_runs == run
+        assert read_evidence(path)["quantized-rge"].num_runs == run
     assert len({*seeds, 0}) == 3
     path.write_text("[1]")
     with pytest.raises(ZosimError, match="no evidence"):

@@ -305,7 +305,7 @@ def invoke(*arguments):
 
 
 def test_the_command_reports_one_claim_in_json():
-    result = invoke("quantised-rge", "--mutate", "--quick", "--json")
+    result = invoke("quantized-rge", "--mutate", "--quick", "--json")
     assert result.exit_code == 0
     (claim,) = map(json.loads, result.stdout.splitlines())
     assert claim["passed"]
@@ -364,5 +364,5 @@ def test_the_command_fails_naming_the_claim_when_shipped_code_is_wrong():
 def test_the_command_lists_claims_with_their_faults():
     result = invoke("--list")
     assert result.exit_code == 0
-    assert "quantised-rge" in result.stdout
+    assert "quantized-rge" in result.stdout
     assert "one rounding for both copies of a perturbation" in result.stdout

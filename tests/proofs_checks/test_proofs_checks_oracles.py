@@ -48,7 +48,7 @@ def sampled(distribution, count=COUNT, *, dimension=5, rows=2, columns=3, rank=2
     z = RANDOM.standard_normal((count, dimension))
     if distribution == "sphere":
         return z * math.sqrt(dimension) / np.linalg.norm(z, axis=1, keepdims=True)
-    return rounded(z, bits, scale) if distribution == "quantised-gaussian" else z
+    return rounded(z, bits, scale) if distribution == "quantized-gaussian" else z
 
 
 FAMILIES = {
@@ -56,7 +56,7 @@ FAMILIES = {
     "rademacher": {"dimension": 5},
     "sphere": {"dimension": 5},
     "low-rank": {"rows": 2, "columns": 3, "rank": 2},
-    "quantised-gaussian": {"dimension": 5, "bits": 3, "scale": 1.5},
+    "quantized-gaussian": {"dimension": 5, "bits": 3, "scale": 1.5},
 }
 
 
@@ -115,13 +115,13 @@ def contraction():
     close_on_average((delta**2).sum(1) / start, wanted)
 
 
-def quantised_factors():
+def quantized_factors():
     u = RANDOM.standard_normal(COUNT)
     for bits, scale in ((2, 0.5), (4, 2.0)):
         first, second = rounded(u, bits, scale), rounded(u, bits, scale)
         for kind, product in (("q-rge1", first * first), ("q-rge2", first * second)):
             close_on_average(
-                product, evaluate("quantised_estimate_factor", {"kind": kind, "bits": bits, "scale": scale})
+                product, evaluate("quantized_estimate_factor", {"kind": kind, "bits": bits, "scale": scale})
             )
 
 
@@ -474,7 +474,7 @@ WITNESSES = {
     "energy": perturbations,
     "estimate_moments": estimates,
     "quadratic_contraction": contraction,
-    "quantised_estimate_factor": quantised_factors,
+    "quantized_estimate_factor": quantized_factors,
     "shared_seed_mean": shared_seed,
     "smoothed_loss": smoothing,
     "estimate_bias": bias,

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from costmodel.models.configs import LoRA, Prefix, Subset, spec_of_config
-from executors.models.quantised import make_layers_quantizable
+from executors.models.quantized import make_layers_quantizable
 from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.samplers import sampler_named
 from executors.ranks.communicator import Communicator
@@ -123,8 +123,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "low_bits.adapters": _CODES | {"tuned": "lora"},
     "low_bits.update_rounding": _CODES | {"estimator.num_perturbations": 2},
     "low_bits.kernel=int_mm": _CODES | {"low_bits.activations": "int8-token"},
-    "low_bits.activations=float8-token": {"low_bits.weights": "float8_e4m3", "low_bits.kernel": "dequantise"},
-    "low_bits.activations=float8-tensor": {"low_bits.weights": "float8_e4m3", "low_bits.kernel": "dequantise"},
+    "low_bits.activations=float8-token": {"low_bits.weights": "float8_e4m3", "low_bits.kernel": "dequantize"},
+    "low_bits.activations=float8-tensor": {"low_bits.weights": "float8_e4m3", "low_bits.kernel": "dequantize"},
 }  # fmt: skip
 """What a value needs beside it to mean something, by its field, or by field and value."""
 

@@ -96,7 +96,7 @@ def test_e4m3_products_are_planned_where_a_data_sheet_has_them():
     with pytest.raises(PlanError, match="has no float8 matrix units"):
         request("opt-1.3b", fixed={"low_bits": float8})
     replaced = request("opt-1.3b", fixed={"low_bits": float8 | {"fallback": True}})
-    assert replaced.config.low_bits.kernel == "dequantise"
+    assert replaced.config.low_bits.kernel == "dequantize"
     h200 = load_preset("h200-1x")
     hopper = request_for(read_model_spec("opt-1.3b"), h200, seq=128, low_bits=float8)
     plan = choose(hopper).chosen.plan

@@ -190,14 +190,14 @@ class Request:
         if low_bits.product != "scaled_mm" or (spec.type == "gpu" and "fp8" in spec.peak_dense):
             return
         # Where that is allowed, weights are multiplied as numbers.
-        if not low_bits.may_dequantise:
+        if not low_bits.may_dequantize:
             raise PlanError(
                 f"{spec.name} has no float8 matrix units"
                 + ("(its data sheet has no fp8 peak)" if spec.type == "gpu" else ""),
-                hint="use --kernel dequantise, or --activation-format int8-token with an integer format",
+                hint="use --kernel dequantize, or --activation-format int8-token with an integer format",
             )
         object.__setattr__(
-            self, "config", merge(self.config, PlanConfig(low_bits=LowBits(kernel="dequantise")))
+            self, "config", merge(self.config, PlanConfig(low_bits=LowBits(kernel="dequantize")))
         )
 
     def axis(self, kind: type[AnyAxis]) -> AnyAxis:

@@ -17,14 +17,14 @@ from zosim.plans.setting import Axis, Conflict, Setting
 if TYPE_CHECKING:
     from zosim.plans import Plan
 
-KernelName = Literal["int_mm", "scaled_mm", "dequantise"]
+KernelName = Literal["int_mm", "scaled_mm", "dequantize"]
 """What multiplies activations by quantized values: torch's product of int8 matrices, that of e4m3 ones, or a product with the weights made of
 the quantized values."""
 
 InputFormat = Literal["", "int8", "float8"]
 """What inputs are rounded to before they are multiplied; float8 is e4m3."""
 
-_KERNELS: dict[InputFormat, KernelName] = {"": "dequantise", "int8": "int_mm", "float8": "scaled_mm"}
+_KERNELS: dict[InputFormat, KernelName] = {"": "dequantize", "int8": "int_mm", "float8": "scaled_mm"}
 
 _FLOAT8_PERTURBATION_BITS = 5
 """Quantized values up to 15 are numbers of e4m3, which has four digits; those of 6 bits and more are not."""
@@ -78,9 +78,9 @@ class LowBits(Axis):
         large as the inputs of each product make it.
     kernel : str or None
         What multiplies, :attr:`product`; None for ``"int_mm"`` where activations are int8, ``"scaled_mm"`` where they are e4m3,
-        else ``"dequantise"``.
+        else ``"dequantize"``.
     fallback : bool
-        Whether a run may dequantise where the device has no such kernel.
+        Whether a run may dequantize where the device has no such kernel.
     """
 
     heading = "Precision"
@@ -192,7 +192,7 @@ class LowBits(Axis):
             "--kernel",
             "Matmul kernel for quantized weights.",
             "numbers",
-            usual="int_mm for int8 inputs, scaled_mm for float8 inputs, dequantise otherwise",
+            usual="int_mm for int8 inputs, scaled_mm for float8 inputs, dequantize otherwise",
             expert=True,
         ),
     ] = None
@@ -200,7 +200,7 @@ class LowBits(Axis):
         bool,
         Setting(
             "--kernel-fallback",
-            "Dequantise the weights where the device lacks the kernel.",
+            "Dequantize the weights where the device lacks the kernel.",
             "numbers",
             expert=True,
         ),
@@ -227,9 +227,9 @@ class LowBits(Axis):
         return self.activations.partition("-")[2]  # type: ignore[return-value]
 
     @property
-    def may_dequantise(self) -> bool:
+    def may_dequantize(self) -> bool:
         """Whether weights may be dequantized where another kernel was counted on."""
-        return self.fallback or self.product == "dequantise"
+        return self.fallback or self.product == "dequantize"
 
     def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the formats and the kernel."""
@@ -310,7 +310,7 @@ class LowBits(Axis):
             )
 
     def _conflicts_of_files(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield how the quantized values in the files of a quantised model differ from those that the plan asks for."""
+        """Yield how the quantized values in the files of a quantized model differ from those that the plan asks for."""
         if plan.model.stored is None:
             return
         for name, kept in plan.model.stored.fields.items():
@@ -365,7 +365,7 @@ class LowBits(Axis):
         if is_float:
             yield (
                 f"low_bits.kernel=int_mm multiplies integers, but low_bits.weights={self.weights}",
-                "use low_bits.kernel=dequantise",
+                "use low_bits.kernel=dequantize",
             )
         if self.input_format != "int8":
             yield (
@@ -375,7 +375,7 @@ class LowBits(Axis):
         if self.scales not in _OF_WHOLE_ROWS or self.zero_point:
             yield (
                 "low_bits.kernel=int_mm needs one scale per row and no zero point",
-                "use low_bits.scales=channel without low_bits.zero_point, or low_bits.kernel=dequantise",
+                "use low_bits.scales=channel without low_bits.zero_point, or low_bits.kernel=dequantize",
             )
 
     def _conflicts_of_float8(self, plan: Plan) -> Iterator[Conflict]:
@@ -389,7 +389,7 @@ class LowBits(Axis):
                     "low_bits.kernel=scaled_mm needs float8_e4m3 weights with a scale per row and float8 activations, "
                     f"but has low_bits.weights={self.weights} and low_bits.activations={self.activations}"
                 ),
-                "use low_bits.weights=float8_e4m3 and low_bits.activations=float8-token, or low_bits.kernel=dequantise",
+                "use low_bits.weights=float8_e4m3 and low_bits.activations=float8-token, or low_bits.kernel=dequantize",
             )
         if self.perturbation_bits > _FLOAT8_PERTURBATION_BITS:
             yield (
@@ -409,7 +409,7 @@ class LowBits(Axis):
                     f"low_bits.kernel=scaled_mm needs a number of inputs that is a multiple of {_FLOAT8_MULTIPLE}, but a "
                     f"layer has {odd}"
                 ),
-                "use low_bits.kernel=dequantise",
+                "use low_bits.kernel=dequantize",
             )
 
     def quant_config(self, storage: DType, *, is_full_range: bool = False) -> QuantConfig | None:

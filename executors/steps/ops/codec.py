@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from costmodel.formats.codecs import codec_spec
 from costmodel.models.model_spec import FRONT
-from executors.codecs import Quantised, codec_of, decode, messages_of
+from executors.codecs import Quantized, codec_of, decode, messages_of
 from executors.codecs.container import length_of
 from executors.models.halves import Halfway, as_tensor
 from executors.models.model import Handed
@@ -71,13 +71,13 @@ class BoundaryActions:
                 self._made(wire, packed, packed.num_bytes)
                 return
             with _errors_have(where):
-                contents: list[Quantised | Tensor] = []
+                contents: list[Quantized | Tensor] = []
                 for number, handed in enumerate(parts):
                     generator = self._generator(frame, wire, number)
                     tensors = _each(handed)
                     # Between blocks only the residual stream is sent, whose codec is the last.
                     for tensor, used in zip(tensors, codecs[-len(tensors) :], strict=True):
-                        contents.append(used.quantised(tensor, generator))
+                        contents.append(used.quantized(tensor, generator))
                 message = torch.cat(messages_of(contents))
             self._made(wire, message, message.numel())
 

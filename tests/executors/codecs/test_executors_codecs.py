@@ -23,11 +23,11 @@ from executors.codecs import (
     Plain,
     codec_of,
     decode,
-    decode_quantised,
-    dequantise,
-    encode_quantised,
+    decode_quantized,
+    dequantize,
+    encode_quantized,
     encoding_of,
-    quantise,
+    quantize,
 )
 from executors.codecs.container import Header, assemble
 from executors.codecs.encodings import BY_NAME, Symbols
@@ -64,14 +64,14 @@ shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 
 
 @given(shapes, specs, st.sampled_from((*ENCODINGS, "smallest")), st.sampled_from(DTYPES), st.integers(0, 9))
-def test_what_is_decoded_is_what_was_quantised_in_every_encoding(shape, spec, encoding, dtype, seed):
+def test_what_is_decoded_is_what_was_quantized_in_every_encoding(shape, spec, encoding, dtype, seed):
     spec = CodecSpec(spec.bits, spec.grid, spec.rounding, spec.scope, encoding)
     tensor = activations(*shape, density=seed / 9, seed=seed).to(dtype)
-    quantised = quantise(tensor, spec, seeded(1))
+    quantized = quantize(tensor, spec, seeded(1))
     message = codec_of(spec).encode(tensor, seeded(1))
     decoded = decode(message, shape=shape)
     assert (decoded.dtype, decoded.shape) == (dtype, tensor.shape)
-    assert torch.equal(decoded, dequantise(quantised))
+    assert torch.equal(decoded, dequantize(quantized))
     assert len(message) <= codec_of(spec).bytes_max(shape, dtype)
 
 
@@ -96,8 +96,8 @@ def test_wide_numbers_survive_packing(width, num, seed):
 @given(shapes, st.integers(1, 8), st.integers(0, 9))
 def test_sizes_are_as_predicted(shape, bits, seed):
     tensor = activations(*shape, density=seed / 9, seed=seed)
-    quantised = quantise(tensor, CodecSpec(bits, "affine-zero"))
-    symbols = Symbols(quantised.symbols.numpy().reshape(-1), shape[-1] if shape else 1, bits)
+    quantized = quantize(tensor, CodecSpec(bits, "affine-zero"))
+    symbols = Symbols(quantized.symbols.numpy().reshape(-1), shape[-1] if shape else 1, bits)
     for encoding in ("dense", "index", "bitmap", "entropy"):
         spec = CodecSpec(bits, "affine-zero", encoding=encoding)
         predicted = message_bytes(spec, shape, 4, symbols.statistics)
@@ -112,7 +112,7 @@ def test_sizes_are_as_predicted(shape, bits, seed):
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
 def test_run_lengths_of_independent_zeros_are_as_expected(density):
     tensor = activations(512, 512, density=density)
-    symbols = Symbols(quantise(tensor, CodecSpec(4)).symbols.numpy().reshape(-1), 512, 4)
+    symbols = Symbols(quantize(tensor, CodecSpec(4)).symbols.numpy().reshape(-1), 512, 4)
     counted = BY_NAME["run-length"].size_bytes(symbols)
     # The number of tokens is a sum over k runs: 4 standard errors of k = density·2^18 at least, and a byte or two.
     assert payload_bytes("run-length", symbols.statistics) == pytest.approx(
@@ -147,12 +147,12 @@ def test_most_encodings_are_the_smallest_somewhere():
 @pytest.mark.parametrize(("bits", "density"), list(itertools.product((1, 2, 4, 8), (0.003, 0.05, 0.3, 1.0))))
 def test_the_smallest_is_within_15_percent_of_the_entropy(bits, density):
     tensor = activations(128, 1024, density=density)
-    quantised = quantise(tensor, CodecSpec(bits, "affine-zero"))
-    message = encode_quantised(quantised)
-    stats = Symbols(quantised.symbols.numpy().reshape(-1), 1024, bits).statistics
+    quantized = quantize(tensor, CodecSpec(bits, "affine-zero"))
+    message = encode_quantized(quantized)
+    stats = Symbols(quantized.symbols.numpy().reshape(-1), 1024, bits).statistics
     entropy_bytes = stats.entropy_bits * stats.num_elements / 8
     # Besides the header and the table of 2^b frequencies, which a real activation makes small.
-    fixed = overhead_bytes(quantised.spec, quantised.shape, 4) + 2**bits / 8 + 2 ** (bits + 1) + 8
+    fixed = overhead_bytes(quantized.spec, quantized.shape, 4) + 2**bits / 8 + 2 ** (bits + 1) + 8
     assert len(message) <= 1.01 * entropy_bytes + fixed
 
 
@@ -162,36 +162,36 @@ def test_values_come_back_within_a_step_and_zero_stays_zero(spec):
     if spec.grid == "affine-zero" and spec.bits == 1:
         tensor.abs_()
     tensor[3], tensor[:, 5] = 0, 0
-    quantised = quantise(tensor, spec, seeded(1))
-    step = (2 if spec.bits == 1 and spec.grid == "symmetric" else 1) * quantised.parameters[
+    quantized = quantize(tensor, spec, seeded(1))
+    step = (2 if spec.bits == 1 and spec.grid == "symmetric" else 1) * quantized.parameters[
         -1 if spec.grid == "affine" else 0
     ]
-    off = (dequantise(quantised) - tensor).abs()
+    off = (dequantize(quantized) - tensor).abs()
     most = step / 2 if spec.rounding == "nearest" else step
     signs = spec.bits == 1 and spec.grid == "symmetric" and spec.rounding == "nearest"
     if not signs:  # two values at the mean magnitude do not reach the largest
         assert bool((off <= most * 1.0001).all())
     if spec.grid == "affine-zero" or (spec.grid == "symmetric" and spec.bits > 1):
-        assert bool((dequantise(quantised)[tensor == 0] == 0).all())
+        assert bool((dequantize(quantized)[tensor == 0] == 0).all())
 
 
 def test_a_grid_without_zero_moves_zeros_but_keeps_them_one_symbol():
     tensor = activations(32, 64) - 0.17 * (
         activations(32, 64, seed=1) > 0
     )  # zeros, and a few below, as after GELU
-    quantised = quantise(tensor, codec_spec("q4:affine"))
-    came_back = dequantise(quantised)[tensor == 0]
+    quantized = quantize(tensor, codec_spec("q4:affine"))
+    came_back = dequantize(quantized)[tensor == 0]
     assert (came_back != 0).all()
     assert came_back.unique().numel() == 1
-    stats = Symbols(quantised.symbols.numpy().reshape(-1), 64, 4).statistics
+    stats = Symbols(quantized.symbols.numpy().reshape(-1), 64, 4).statistics
     assert stats.density < 0.5
 
 
 def test_symbols_of_zeros_are_zero_whatever_their_group():
     tensor = activations(20, 30) * torch.linspace(-1, 1, 20)[:, None]
-    quantised = quantise(tensor, codec_spec("q4:affine-zero:token"))
-    assert quantised.parameters[1].unique().numel() > 1
-    assert bool((quantised.symbols[tensor == 0] == 0).all())
+    quantized = quantize(tensor, codec_spec("q4:affine-zero:token"))
+    assert quantized.parameters[1].unique().numel() > 1
+    assert bool((quantized.symbols[tensor == 0] == 0).all())
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -328,7 +328,7 @@ def test_other_shapes_and_kinds_of_messages_are_refused():
     with pytest.raises(CodecError, match="uint8"):
         decode(torch.zeros(60))
     with pytest.raises(CodecError, match="no symbols"):
-        decode_quantised(Plain().encode(torch.ones(2)))
+        decode_quantized(Plain().encode(torch.ones(2)))
 
 
 def test_a_message_has_the_documented_bytes():

@@ -390,7 +390,7 @@ def test_a_product_of_integers_is_that_of_the_numbers_they_stand_for(name, activ
         kernel: quantized_linear(
             QuantConfig(name), LowBits(weights=name, activations=activations, kernel=kernel)
         )
-        for kernel in ("int_mm", "dequantise")
+        for kernel in ("int_mm", "dequantize")
     }
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
     perturbation = torch.randint(-127, 128, (6, 32), dtype=torch.int8)
@@ -470,7 +470,7 @@ def test_a_kernel_that_is_missing_is_refused_or_replaced(monkeypatch):
     requested = LowBits(weights="int8", activations="int8-token")
     with pytest.raises(PlanError, match="no product of int8 matrices"):
         linear.present_product(requested, CPU)
-    assert linear.present_product(requested.model_copy(update={"fallback": True}), CPU) == "dequantise"
+    assert linear.present_product(requested.model_copy(update={"fallback": True}), CPU) == "dequantize"
     float8 = LowBits(weights="float8_e4m3", activations="float8-token", perturbation_bits=5)
     with pytest.raises(PlanError, match="no product of e4m3 matrices"):
         linear.present_product(float8, CPU)
@@ -482,7 +482,7 @@ def test_a_product_of_e4m3_numbers_is_that_of_the_numbers_they_stand_for(monkeyp
     declared = {"weights": "float8_e4m3", "activations": f"float8-{scope}", "perturbation_bits": 5}
     layers = [
         quantized_linear(QuantConfig("float8_e4m3"), LowBits(kernel=kernel, **declared))
-        for kernel in ("scaled_mm", "dequantise")
+        for kernel in ("scaled_mm", "dequantize")
     ]
     inputs = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(5))
     for factor in (0.0, 1e-5, 1e-2):
@@ -507,7 +507,7 @@ def test_a_step_in_e4m3_is_run_where_the_kernel_is_and_refused_where_it_cannot_b
         tuned(declared, shape="opt-untied")
     monkeypatch.setattr(linear, "has_byte_product", lambda *_: True)
     records, _ = tuned(declared, shape="opt-untied")
-    replaced, _ = tuned(declared | {"kernel": "dequantise"}, shape="opt-untied")
+    replaced, _ = tuned(declared | {"kernel": "dequantize"}, shape="opt-untied")
     assert records[0][0] == pytest.approx(replaced[0][0], rel=1e-5)
     for changed, reason in (
         ({"perturbation_bits": 8}, "cannot hold low_bits.perturbation_bits=8"),
@@ -686,8 +686,8 @@ def test_a_step_takes_the_memory_that_is_predicted_and_no_more(low_bits, monkeyp
     [
         ("gpt2", {"weights": "int8", "sparsity": 0.98}, 0.1),  # all rows decay
         ("opt", {"weights": "int4", "sparsity": 0.9, "update_rounding": "step"}, 0.0),  # all rows are rounded
-        ("llama", {"weights": "int8", "activations": "int8-token", "kernel": "dequantise"}, 0.0),
-        ("opt", {"weights": "int8", "activations": "int8-tensor", "kernel": "dequantise"}, 0.0),
+        ("llama", {"weights": "int8", "activations": "int8-token", "kernel": "dequantize"}, 0.0),
+        ("opt", {"weights": "int8", "activations": "int8-tensor", "kernel": "dequantize"}, 0.0),
         ("opt-untied", {"weights": "int4"}, 0.0),  # logits of all tokens at once
         ("opt", {"weights": "float4_e2m1"}, 0.0),
         ("gpt2", {"weights": "float8_e5m2"}, 0.1),

@@ -126,7 +126,7 @@ def test_the_command_reports_in_json(tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert {row["tensor"] for row in report["tensors"]} == {"hidden", "activation", "residual"}
-    assert any("quantisation adds" in (row["warning"] or "") for row in report["tensors"])
+    assert any("quantization adds" in (row["warning"] or "") for row in report["tensors"])
 
 
 @pytest.mark.crossed(quick=4)

@@ -17,7 +17,7 @@ from executors.models.lora import save_adapters
 from executors.runs.replay import load_base
 from executors.runs.session import Session
 from tests.support.command import loaded, saved_lines, saved_model, zosim
-from tests.support.quantised import compressed
+from tests.support.quantized import compressed
 from tests.support.tiny import batches
 from zosim.plans import LowBits, Placement, Plan
 
@@ -131,7 +131,7 @@ def run_command(base, lines, *options):
     return (*inputs.split(), "--no-launch", "--no-tensorboard", *options)
 
 
-def test_adapters_beside_a_base_that_another_tool_has_quantised(tmp_path):
+def test_adapters_beside_a_base_that_another_tool_has_quantized(tmp_path):
     base, lines, out = tmp_path / "base", tmp_path / "lines.jsonl", tmp_path / "out"
     compressed("opt-untied", base, "pack-quantized", dtype=torch.float32, **INT4)
     saved_lines(lines)

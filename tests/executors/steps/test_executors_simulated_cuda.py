@@ -304,7 +304,7 @@ def test_a_message_of_a_device_is_waited_for_once_and_taken_apart_without_waitin
     with simulated() as device:
         there = [numbers.cuda() for _ in range(2)]
         before = device.synchronisations.total()
-        messages = messages_of([codec.quantised(each, generator_on("cuda", 1)) for each in there])
+        messages = messages_of([codec.quantized(each, generator_on("cuda", 1)) for each in there])
         assert device.synchronisations.total() == before + 1
         there = decode(messages[0], shape=(3, 5, 8), device="cuda:0")
         assert device.synchronisations.total() == before + 1

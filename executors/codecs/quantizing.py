@@ -16,11 +16,11 @@ from executors.codecs.grids import Doubt, Doubting, Fitted, ask_at_once, fit, fi
 from topology.errors import CodecError
 
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Elements that are quantised at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
+"""Elements that are quantized at a time: their temporaries stay in a CPU's cache, and are bounded on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """A tensor as symbols.
 
     Attributes
@@ -45,7 +45,7 @@ class Quantised:
     doubts: tuple[Doubt, ...] = ()
 
 
-def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> Quantised:
+def quantize(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> Quantized:
     """Return `tensor` as symbols.
 
     Parameters
@@ -75,7 +75,7 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     symbols = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
     shape = tuple(tensor.shape)
     if not rows.numel():
-        return Quantised(spec, shape, tensor.dtype, symbols, ())
+        return Quantized(spec, shape, tensor.dtype, symbols, ())
     grid_dtype = grid_format(tensor.dtype)
     doubts: list[Doubt] = []
     asks: Doubting = ask_at_once if rows.device.type == "cpu" else doubts.append
@@ -87,24 +87,24 @@ def quantise(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
         levels = scaled.round_() if spec.rounding == "nearest" else rounded_at_random(scaled, generator)
         clamped = torch.clamp(levels, part.low, part.high)
         target[piece] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
-    return Quantised(spec, shape, tensor.dtype, symbols, parameters, tuple(doubts))
+    return Quantized(spec, shape, tensor.dtype, symbols, parameters, tuple(doubts))
 
 
-def dequantise(quantised: Quantised) -> Tensor:
+def dequantize(quantized: Quantized) -> Tensor:
     """Return the tensor that the symbols stand for, in the format that it had."""
-    spec, symbols = quantised.spec, quantised.symbols
+    spec, symbols = quantized.spec, quantized.symbols
     assert spec.bits is not None
-    out = torch.empty(symbols.shape, dtype=quantised.dtype, device=symbols.device)
+    out = torch.empty(symbols.shape, dtype=quantized.dtype, device=symbols.device)
     if symbols.numel():
-        grids = fitted(quantised.parameters, spec)
+        grids = fitted(quantized.parameters, spec)
         source, target = _laid_out(symbols, spec), _laid_out(out, spec)
-        largest = torch.finfo(quantised.dtype).max
+        largest = torch.finfo(quantized.dtype).max
         # Clamping changes no number that does not exceed; a device is not asked, as that would wait for it.
         exceeds = symbols.device.type != "cpu" or grids.exceeds(largest)
         for piece, part in _chunks(grids, source):
             values = part.values(source[piece].to(grids.step.dtype), spec.bits)
             target[piece] = values.clamp_(-largest, largest) if exceeds else values
-    return out.reshape(quantised.shape)
+    return out.reshape(quantized.shape)
 
 
 def grid_format(dtype: torch.dtype) -> torch.dtype:

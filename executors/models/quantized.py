@@ -86,8 +86,8 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
             tensor.hold(qvalues)
 
 
-def load_quantised(source: str | Path, plan: Plan) -> nn.Module:
-    """Return a model whose layers hold the quantized values of a directory that is quantised already.
+def load_quantized(source: str | Path, plan: Plan) -> nn.Module:
+    """Return a model whose layers hold the quantized values of a directory that is quantized already.
 
     Parameters
     ----------
@@ -171,12 +171,12 @@ def _shapes_of_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _refuse_quantized_elsewhere(source: str | Path, names: Mapping[str, Tensor]) -> None:
-    """Raise where something else than linear layers of blocks is quantised."""
+    """Raise where something else than linear layers of blocks is quantized."""
     for name, tensor in names.items():
         if name.rpartition(".")[2] in QUANTIZED_SUFFIXES or not tensor.dtype.is_floating_point:
             raise ModelError(
                 f"{source}: {name} belongs to a quantized layer other than those that zosim keeps quantized",
-                hint="quantise the model with its head and embedding left out, or write it with --save-as zosim",
+                hint="quantize the model with its head and embedding left out, or write it with --save-as zosim",
             )
 
 
@@ -352,7 +352,7 @@ class _Files:
 # -- written -----------------------------------------------------------------------------------------------------
 
 
-def save_quantised(model: nn.Module, directory: str | Path, dtype: str) -> None:
+def save_quantized(model: nn.Module, directory: str | Path, dtype: str) -> None:
     """Write a directory that transformers loads with compressed-tensors: quantized values as they are, and configuration.
 
     Parameters
@@ -399,7 +399,7 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     Parameters
     ----------
     model, directory, dtype
-        As of :func:`save_quantised`.
+        As of :func:`save_quantized`.
 
     Notes
     -----

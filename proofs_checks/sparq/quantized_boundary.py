@@ -283,5 +283,5 @@ CHECKS: Checks = {
         scaled("executors.steps.arithmetic:projected_gradient", 0.5, "a difference over 4ε"),
     ),
     "theorem-1-stalls-on-the-grid": counterexample(check_stall, short_grid, rounding_up),
-    "quantised-gradient-by-radius": printed(check_radius, rounding_up, nearest),
+    "quantized-gradient-by-radius": printed(check_radius, rounding_up, nearest),
 }

@@ -1,4 +1,4 @@
-"""Model directories that another tool has quantised, read quantized; and quantized directories, written for other tools."""
+"""Model directories that another tool has quantized, read quantized; and quantized directories, written for other tools."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from costmodel.formats.stored_quantization import OWN_WEIGHTS_NAME as OWN
 from costmodel.models.configs import LoRA, read_model_spec, stored_quantization_in
 from executors.low_bits.linear import quantized_layers
 from executors.models.loading import load_model
-from executors.models.quantised import _packed, _unpacked
+from executors.models.quantized import _packed, _unpacked
 from executors.models.weight_files import weights_digest
 from executors.runs.replay import load_base
 from executors.runs.runlog import read_header
 from executors.runs.session import Session
 from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
-from tests.support.quantised import amend, compressed, transposed_layout
+from tests.support.quantized import amend, compressed, transposed_layout
 from tests.support.recorded import options, same, truncate
 from tests.support.tiny import batches, model_of
 from topology.errors import ModelError, PlanError
@@ -122,7 +122,7 @@ def test_words_of_qvalues_are_what_was_put_in(bits):
         assert torch.equal(_unpacked(_packed(symbols, bits, shift=shift), bits, 45, shift=shift), symbols)
 
 
-def test_a_quantised_directory_is_planned_trained_resumed_and_replayed(tmp_path, capsys):
+def test_a_quantized_directory_is_planned_trained_resumed_and_replayed(tmp_path, capsys):
     folder = tmp_path / "model"
     compressed("opt-untied", folder, "pack-quantized", **INT4)
     assert zosim("plan", "--model", folder, "--hardware", "a100-80gb-milan", "--batch", 1, "--seq", 16) == 0
@@ -219,7 +219,7 @@ def test_damaged_qvalues_are_refused_by_name(tmp_path, part, value, reason):
         ({"config_groups__group_0__weights__group_size": 4}, "groups of 4 inputs"),
         ({"config_groups__group_0__weights__num_bits": 1}, "weights of 1 bits"),
         ({"config_groups__group_0__weights__num_bits": "four"}, "num_bits"),
-        ({"config_groups__group_0__input_activations": {"dynamic": False}}, "inputs are quantised otherwise"),
+        ({"config_groups__group_0__input_activations": {"dynamic": False}}, "inputs are quantized otherwise"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme has no counterpart"),
     ],
     ids=lambda value: next(iter(value)).rpartition("__")[2] if isinstance(value, dict) else "",
@@ -432,7 +432,7 @@ def test_qvalues_that_stand_for_nothing_are_refused(tmp_path, form, part, damage
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_ranks_that_slice_a_quantised_directory_are_one_that_accumulates(tmp_path):
+def test_two_ranks_that_slice_a_quantized_directory_are_one_that_accumulates(tmp_path):
     base, lines = tmp_path / "model", tmp_path / "data.jsonl"
     compressed("opt-untied", base, "pack-quantized", dtype=torch.float32, **INT4)
     saved_lines(lines)
@@ -489,13 +489,13 @@ def own_bytes():
 
 
 @pytest.mark.crossed(quick=4, slow=2)
-@pytest.mark.parametrize("files", ["16 bits", "quantised", "another format", "another format, not quantized"])
+@pytest.mark.parametrize("files", ["16 bits", "quantized", "another format", "another format, not quantized"])
 def test_weights_become_qvalues_layer_by_layer_and_are_never_there_twice(tmp_path, files):
     """What the process takes beyond the program's buffers is a layer's, not the model's."""
     adapters = LoRA(rank=2, target_modules=("q_proj",)) if "another" in files else None
     qvalues = {} if "not quantized" in files else {"weights": "int4", "scales": "group", "group_elements": 16}
     sizes = {"hidden_size": 512, "ffn_dim": 2048, "word_embed_proj_dim": 512, "num_hidden_layers": 6}
-    if files == "quantised":
+    if files == "quantized":
         compressed("opt", tmp_path, "pack-quantized", changed=sizes, **INT4)
         plan = plan_of(tmp_path)
     else:

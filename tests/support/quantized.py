@@ -22,7 +22,7 @@ from tests.support.tiny import model_of
 
 
 def compressed(name, folder, layout, *, dtype=torch.float16, inputs=None, changed=None, **weights):
-    """Let compressed-tensors quantise a tiny model and write it; return the model with the numbers that its quantized values stand for."""
+    """Let compressed-tensors quantize a tiny model and write it; return the model with the numbers that its quantized values stand for."""
     model = model_of(name, dtype, **(changed or {}))
     arguments = QuantizationArgs(**weights)
     scheme = QuantizationScheme(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from proofs_checks.claims import Checks, conditioned, counterexample, printed
-from proofs_checks.oracles.estimates import quantised_estimate_factor
+from proofs_checks.oracles.estimates import quantized_estimate_factor
 from proofs_checks.outcomes import Context, Outcome, worst
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.roundings import (
@@ -51,7 +51,7 @@ def check_estimators(context: Context) -> Outcome:
             ("q-rge2", pair[1]),
         )
         for kind, used in kinds:
-            moment, declared = quantised_estimate_factor(kind, bits, rounding.scale), rounding.mean_of(kind)
+            moment, declared = quantized_estimate_factor(kind, bits, rounding.scale), rounding.mean_of(kind)
             if abs(declared / moment - 1) > 1e-9:
                 return Outcome(math.inf, 0.0, f"{kind} declares {declared}, its closed form is {moment}")
             outcomes.append(
@@ -122,7 +122,7 @@ CHECKS: Checks = {
         conditioned(check_weights, quantized.UPDATE_NEAREST, quantized.UPDATE_UNIFORMS, no_zero_point),
         counterexample(partial(check_perturbations, _BEYOND), clamped_too_far),
     ),
-    "quantised-rge": printed(
+    "quantized-rge": printed(
         check_estimators, quantized.SAMPLED_NEAREST, towards_zero, quantized.SAME_KEY, unlike_perturbations
     ),
 }
