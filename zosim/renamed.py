@@ -35,6 +35,7 @@ VALUES: tuple[tuple[str, str, str], ...] = (
     ("--save-as", "zosim-codes", "zosim"),
     ("--update-rounding", "query", "perturbation"),
     ("--traversal", "sweep", "full"),
+    ("--kernel", "dequantise", "dequantize"),
 )
 """Option by its present spelling, and earlier and present spelling of a value, as ``("--traversal", "sweep", "full")``."""
 

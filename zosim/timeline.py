@@ -40,6 +40,7 @@ RENAMED: Mapping[str, str] = {
     "spans.limiter=draw": "sampling",
     "spans.limiter=shared_draw": "shared_sampling",
     "spans.limiter=sweep": "param_pass",
+    "spans.limiter=quantising": "quantizing",
 }
 """Fields and values that were renamed of a timeline (:mod:`topology.renamed`)."""
 

@@ -42,6 +42,8 @@ RENAMED: Mapping[str, str] = {
     "constants.name=pace": "slowdown",
     "constants.name=sweep_*": "param_pass_*",
     "constants.name=quant_rate.beside*": "quant_rate.side_path*",
+    "constants.name=codec_s.quantise_s*": "codec_s.quantize_s*",
+    "constants.name=codec_s.dequantise_s": "codec_s.dequantize_s",
     "device_kind": "device_type",
 }
 """Fields, and names of constants, that were renamed of a profile (:mod:`topology.renamed`)."""

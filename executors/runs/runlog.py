@@ -234,6 +234,8 @@ RENAMED: Mapping[str, str] = {
     "run.identity.cut_blocks": "split_blocks",
     "run.identity.traversal=sweep": "full",
     "run.identity.schedule.traversal=sweep": "full",
+    "run.identity.kernel=dequantise": "dequantize",
+    "run.identity.low_bits.kernel=dequantise": "dequantize",
 }
 """Fields of a header that were renamed (:mod:`topology.renamed`), but for those of its plan, which upgrades itself."""
 

@@ -14,7 +14,7 @@ from executors.runs.runlog import upgrade as upgraded_header
 from topology.hardware import resolve
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
-from zosim.plans import Mesh, Perturbations, Placement, Plan, Schedule, Split, Weights
+from zosim.plans import LowBits, Mesh, Perturbations, Placement, Plan, Schedule, Split, Weights
 from zosim.program.program_set import ProgramSet
 from zosim.timeline import Timeline
 
@@ -106,6 +106,22 @@ def test_a_profile_with_sweeps_has_passes_over_parameters() -> None:
     assert '"sweep_cache_bandwidth' in old
     assert '"quant_rate.beside' in old
     assert Profile.model_validate_json(old) == profile
+
+
+def test_codecs_and_kernels_that_quantise_quantize(staged: Plan) -> None:
+    low_bits = LowBits(weights="int8", kernel="dequantize")
+    one = Placement(topology="any", devices=("cpu0",))
+    plan = staged.model_copy(
+        update={"split": Split(), "mesh": Mesh(), "placement": one, "low_bits": low_bits}
+    )
+    old = plan.model_dump_json().replace("dequantize", "dequantise")
+    assert Plan.model_validate_json(old).low_bits == low_bits
+    split = staged.split.model_copy(update={"codec": "q4", "residual_codec": "q4"})
+    programs = lower_all(staged.model_copy(update={"split": split}))
+    old = programs.to_json().replace("quantize_s", "quantise_s")
+    assert '"dequantise_s"' in old
+    assert '"quantise_s.nearest"' in old
+    assert ProgramSet.from_data(json.loads(old), "old") == programs
 
 
 def test_a_timeline_with_steady_steps_has_periodic_ones() -> None:

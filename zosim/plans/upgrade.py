@@ -22,6 +22,7 @@ RENAMED: Mapping[str, str] = {
     "low_bits.update_rounding=query": "perturbation",
     "estimator.num_queries": "num_perturbations",
     "schedule.traversal=sweep": "full",
+    "low_bits.kernel=dequantise": "dequantize",
 }
 """Axes, fields and values that were renamed (:mod:`topology.renamed`); a plan of version 1 is read as one of version 2 before."""
 

@@ -48,6 +48,8 @@ RENAMED: Mapping[str, str] = {
     "*.op.beside": "side_paths",
     "*.op.together": "batched_eval_points",
     "**.quant_passes.*=beside": "side_path",
+    "**.codec_work.*=quantise_s*": "quantize_s*",
+    "**.codec_work.*=dequantise_s": "dequantize_s",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 

@@ -29,6 +29,7 @@ def test_an_identity_is_read_in_the_words_of_before() -> None:
         "num_queries": 3,
         "update_rounding": "query",
         "traversal": "sweep",
+        "kernel": "dequantise",
     }
     assert upgrade({"run": {"identity": identity}})["run"]["identity"] == {
         "distribution": "lozo",
@@ -36,6 +37,7 @@ def test_an_identity_is_read_in_the_words_of_before() -> None:
         "num_perturbations": 3,
         "update_rounding": "perturbation",
         "traversal": "full",
+        "kernel": "dequantize",
     }
 
 
