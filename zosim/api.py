@@ -24,6 +24,7 @@ from topology.validation import readable
 from zosim.adapters import AdapterSettings, adapters_of, tuned_by
 from zosim.config import HOST, PlanConfig, merge
 from zosim.options import (
+    CompareDetails,
     Densities,
     DeviceName,
     Hardware,
@@ -43,6 +44,7 @@ from zosim.plans import Plan, Section
 
 if TYPE_CHECKING:
     from zosim.analysis.compare import Comparison
+    from zosim.planning.differences import Differences
     from zosim.planning.planner import Decision
     from zosim.planning.predict import PlannedRun
     from zosim.planning.views import PlanComparison
@@ -189,7 +191,9 @@ def compare(
     profile: Profile = None,
     threads: Threads = None,
     rank: RankToCompare = None,
-) -> Comparison | PlanComparison:
+    details: CompareDetails = False,
+    second: Plan | PathOrText = None,
+) -> Comparison | PlanComparison | Differences:
     """Hold a run against its prediction, instruction by instruction, or one plan's prediction against another's.
 
     Parameters
@@ -202,6 +206,10 @@ def compare(
         As for :func:`simulate`.
     rank : int, optional
         Rank to look at; by default the last to end its steps.
+    details : bool
+        Whether to compare bytes over links, memory of every rank, and instructions, too.
+    second : Plan or path, optional
+        A second plan to hold against the run, with `details`.
 
     Raises
     ------
@@ -209,29 +217,41 @@ def compare(
         If there is no such run, or it has no such rank.
     """
     from zosim.analysis.compare import slowest_rank
+    from zosim.planning.differences import Differences, Side
     from zosim.timeline import Timeline
 
     directory = Path(run)
+    where: dict[str, Any] = {"hardware": hardware, "profile": profile, "threads": threads}
     if plan is not None and directory.is_file():
         if rank is not None:
             raise PlanError("--rank applies to a run, but two plans are compared", hint="leave --rank out")
         from zosim.planning.views import PlanComparison
 
-        where: dict[str, Any] = {"hardware": hardware, "profile": profile, "threads": threads}
-        return PlanComparison(simulate(plan, **where), simulate(directory, **where))
+        if second is not None:
+            raise PlanError(f"{directory} is a plan, but the third must be a run", hint="name the run last")
+        first, other = simulate(plan, **where), simulate(directory, **where)
+        if details:
+            return Differences((Side("predicted A", first), Side("predicted B", other)))
+        return PlanComparison(first, other)
     if not directory.is_dir():
         raise TimelineError(
             f"{directory} is not the directory of a run",
             hint="`zosim run --out DIR` writes one; to compare two plans, name both files",
         )
     refuse_irregular_run(directory, TimelineError)
-    planned = planned_run_of(directory, plan, hardware=hardware, profile=profile, threads=threads)
+    ran = planned_run_of(directory, None if second is not None else plan, **where)
     measured = Timeline.load(directory / "timeline.json")
     chosen = slowest_rank(measured) if rank is None else rank
     if chosen not in measured.ranks:
         ranks = ", ".join(map(str, measured.ranks))
         raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
-    return compared(planned, measured, chosen)
+    if second is not None:
+        first = ran if plan is None else simulate(plan, **where)
+        plans = Side("predicted A", first), Side("predicted B", simulate(second, **where))
+        return Differences((*plans, Side("measured", ran, measured, chosen)))
+    if details:
+        return Differences((Side("predicted", ran, rank=chosen), Side("measured", ran, measured, chosen)))
+    return compared(ran, measured, chosen)
 
 
 def planned_run_of(directory: Path, plan: Plan | PathOrText = None, **where: Any) -> PlannedRun:

@@ -230,16 +230,23 @@ def compare(
             help="Directory of a run, or a second plan file, to compare with the plan.", show_default=False
         ),
     ] = None,
+    third: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]", help="Directory of a run to compare with both plans.", show_default=False
+        ),
+    ] = None,
     report: ReportFile = None,
     as_json: Json = False,
     **requested: Any,
 ) -> None:
-    """Compare a run with its prediction per instruction, or the predictions of two plans.
+    """Compare a run with its prediction per instruction, or with those of two plans, or two plans.
 
     Without a plan, the prediction is of the run's own: DIR/plan.json, or the plan in DIR/run.json.
     """
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
-    comparison = api.compare(run, plan_file, **requested)
+    second, run = (None, run) if third is None else (run, third)
+    comparison = api.compare(run, plan_file, second=second, **requested)
     if report is not None:
         from zosim.applications.html_report.command import write_report
 

@@ -114,6 +114,15 @@ RankToCompare = Annotated[
     int | None, typer.Option(min=0, help="Rank to compare.", show_default="the rank that finishes last")
 ]
 
+CompareDetails = Annotated[
+    bool,
+    typer.Option(
+        "--details",
+        help="Compare bytes over each link, memory of each rank, and instructions.",
+        rich_help_panel="Output",
+    ),
+]
+
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
     """Show the help page with the options of experts, and end."""

@@ -3,12 +3,15 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
+import zosim
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.models.configs import read_model_spec
 from costmodel.rates.slowdown import Slowdown, at_slowdown, with_slowdown
@@ -16,9 +19,10 @@ from tests.support.builders import RATE, instruction, pipeline, program, shared,
 from topology import load_preset
 from topology.errors import TimelineError
 from zosim.analysis.compare import compare
+from zosim.cli import app
 from zosim.planning.predict import PlannedRun
 from zosim.plans import Placement, Plan
-from zosim.program.instructions import Space
+from zosim.program.instructions import Space, Stream
 from zosim.simulators.simulate import simulate
 from zosim.timeline import MemorySample
 
@@ -146,3 +150,58 @@ def test_timelines_of_different_programs_are_refused():
     other = replace(simulate(WHOLE, unshared()), program="other")
     with pytest.raises(TimelineError, match="the prediction is of program other"):
         compare(other, measurement(WHOLE, unshared()), WHOLE)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A plan, another one, and a run of the first on a machine whose second GPU is slow."""
+    folder = tmp_path_factory.mktemp("three")
+    decision = zosim.plan("opt-125m", "rtx4090-2x", batch=2, seq=64, method="pertp")
+    decision.plan.save(folder / "a.json")
+    zosim.plan("opt-125m", "rtx4090-2x", batch=2, seq=64, method="zo2").plan.save(folder / "b.json")
+    run = folder / "run"
+    run.mkdir()
+    decision.plan.save(run / "plan.json")
+    slow = zosim.whatif(decision, changes=["gpu1.speed=0.5"], derive="none").after
+    measured = slow.simulated(num_steps=5).expanded()
+    replace(measured, source="measured", first_periodic_step=1).save(run / "timeline.json")
+    return folder / "a.json", folder / "b.json", run
+
+
+def test_two_plans_and_a_run_differ_in_time_links_memory_and_instructions(three):
+    first, second, run = three
+    found = zosim.compare(run, first, second=second)
+    sides = {side.name: side for side in found.sides}
+    assert list(sides) == ["predicted A", "predicted B", "measured"]
+    # What instructions contribute adds up to the difference of the steps.
+    for number, name in enumerate(("predicted A", "predicted B")):
+        total_s = sum(row.contributions[number] for row in found.instructions)
+        error_s = sides[name].step_time_s - sides["measured"].step_time_s
+        assert total_s == pytest.approx(error_s, rel=1e-6)
+        assert sum(row.contributions[number] for row in found.labels) == pytest.approx(error_s, rel=1e-6)
+    # What is wrong with the first prediction is what the slow GPU computes.
+    worst = min(found.labels, key=lambda row: row.contributions[0])
+    assert worst.name in ("forward", "perturb")
+    assert worst.values[0] < worst.values[2]
+    # Bytes over a link are those of the copies that pass it.
+    offloaded = sides["predicted B"].planned
+    brought = [item for item in offloaded.program.step if item.stream == Stream.H2D]
+    uploaded = sum(item.work.copy_bytes for item in brought)
+    (link,) = [row for row in found.links if row.name.endswith(">gpu0") and row.values[1]]
+    assert link.values[1] == pytest.approx(uploaded)
+    assert link.values[0] == link.values[2]
+    assert {row.name for row in found.memory} >= {"rank 0 on gpu0, device", "rank 1 on gpu1, device"}
+
+
+def test_the_command_compares_any_two_or_three(three):
+    first, second, run = three
+    for arguments in ([first, second, run], [first, second, "--details"], [run, "--details"]):
+        result = CliRunner().invoke(app, ["compare", *map(str, arguments), "--json"])
+        assert result.exit_code == 0, result.output
+        data = json.loads(result.stdout)
+        assert len(data["sides"]) == sum(isinstance(one, Path) for one in arguments) + (arguments[0] == run)
+        assert data["link_bytes"]
+    shown = CliRunner().invoke(app, ["compare", *map(str, three)])
+    assert "instructions that differ most" in shown.output
+    wrong = CliRunner().invoke(app, ["compare", str(first), str(run), str(second)])
+    assert wrong.exit_code == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -231,20 +231,21 @@ def compare(
         predicted_bottleneck=bottleneck(paths[0]).description,
         measured_bottleneck=bottleneck(paths[1]).description,
         labels=_lines(predicted, measured, paths, rank, lambda item: item.label),
-        instructions=_lines(predicted, measured, paths, rank, _instruction),
-        memory=tuple(
-            MemoryLine(
-                space.value,
-                predicted.peak_memory(space, rank).size_bytes,
-                measured.peak_memory(space, rank).size_bytes,
-            )
-            for space in Space
-        ),
+        instructions=_lines(predicted, measured, paths, rank, instruction_of),
+        memory=tuple(_memory_lines(predicted, measured, rank)),
         planned_tokens=planned_tokens,
         measured_tokens=measured.tokens_per_step,
         at_slowdown=at_slowdown,
         is_calibrated=is_calibrated,
     )
+
+
+def _memory_lines(predicted: Timeline, measured: Timeline, rank: int) -> Iterator[MemoryLine]:
+    """Yield the peaks of device and host, and of a disk that is used."""
+    for space in Space:
+        sizes = [timeline.peak_memory(space, rank).size_bytes for timeline in (predicted, measured)]
+        if space != Space.DISK or any(sizes):
+            yield MemoryLine(space.value, *sizes)
 
 
 def slowest_rank(timeline: Timeline) -> int:
@@ -266,7 +267,7 @@ def slowest_rank(timeline: Timeline) -> int:
     return max(ends, key=lambda rank: (ends[rank], -rank))
 
 
-def _instruction(item: Span | PathSegment) -> str:
+def instruction_of(item: Span | PathSegment) -> str:
     """Return the instruction, or the name of a gap that lies before it."""
     if isinstance(item, PathSegment) and item.is_gap:
         return f"{item.label} before {item.instruction}"
@@ -279,8 +280,8 @@ Key = Callable[[Span | PathSegment], str]
 def _lines(
     predicted: Timeline, measured: Timeline, paths: tuple[CriticalPath, CriticalPath], rank: int, key: Key
 ) -> tuple[ComparedLine, ...]:
-    medians = [_medians(timeline, rank, key) for timeline in (predicted, measured)]
-    on_path = [_on_path(path, key) for path in paths]
+    medians = [median_seconds(timeline, rank, key) for timeline in (predicted, measured)]
+    on_path = [path_seconds(path, key) for path in paths]
     names = dict.fromkeys([*medians[0], *medians[1], *on_path[0], *on_path[1]])
     lines = [
         ComparedLine(
@@ -294,7 +295,7 @@ def _lines(
     return tuple(sorted(lines, key=lambda line: (-abs(line.contribution_s), line.name)))
 
 
-def _medians(timeline: Timeline, rank: int, key: Key) -> dict[str, float]:
+def median_seconds(timeline: Timeline, rank: int, key: Key) -> dict[str, float]:
     """Return the median over periodic steps of the seconds per step under each name."""
     by_step: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in timeline.periodic_spans(rank):
@@ -305,7 +306,8 @@ def _medians(timeline: Timeline, rank: int, key: Key) -> dict[str, float]:
     }
 
 
-def _on_path(path: CriticalPath, key: Key) -> dict[str, float]:
+def path_seconds(path: CriticalPath, key: Key) -> dict[str, float]:
+    """Return the seconds per step that a critical path spends under each name."""
     seconds: dict[str, float] = defaultdict(float)
     for item in path.segments:
         seconds[key(item)] += item.duration_s / max(path.num_steps, 1)

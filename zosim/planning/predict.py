@@ -359,6 +359,16 @@ def busy_shares(planned: PlannedRun) -> dict[str, float]:
     return {name: sum(by_rank.values()) / planned.step_time_s for name, by_rank in busy_s.items()}
 
 
+def link_bytes(planned: PlannedRun) -> dict[str, float]:
+    """Return the bytes that all ranks send over each link direction, and move in each host memory, in a step."""
+    machines = planned.machines
+    return {
+        name: sum(seconds * machines[rank].capacities[name] for rank, seconds in by_rank.items())
+        for name, by_rank in _busy_s(planned.programs, machines).items()
+        if name in planned.topology.resources
+    }
+
+
 def _busy_s(programs: ProgramSet, machines: Sequence[Machine]) -> Mapping[str, Mapping[int, float]]:
     """Return the seconds of a step for which each rank keeps each resource busy, by resource and rank."""
     loads: dict[tuple[int, object], list[float]] = {}
