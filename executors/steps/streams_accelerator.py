@@ -243,7 +243,7 @@ class AcceleratorBackend(Backend):
             self._timed.append((what, len(self._origins) - 1, start, end))
         issued.issue(end)
         if task.done is not None:
-            # Other ranks are told by a thread of its own, which waits for the device in this one's place.
+            # Another thread waits for the device and tells the other ranks: this one has more to issue.
             self._thread(f"{task.instruction.stream}-done").put(partial(_notify, end, task.done))
 
     def _add_origin(self) -> None:
