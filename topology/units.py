@@ -172,6 +172,18 @@ def _significant(value: float, digits: int) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def format_count(value: float, digits: int = 4) -> str:
+    """A number of things, never in powers of ten.
+
+    Examples
+    --------
+    >>> format_count(13862.4), format_count(640), format_count(487.42)
+    ('13,862', '640', '487.4')
+    """
+    whole, point, rest = _significant(value, digits).partition(".")
+    return f"{int(whole):,}{point}{rest}"
+
+
 def format_bytes(size_bytes: float, digits: int = 4) -> str:
     """A size with a binary prefix.
 

@@ -16,6 +16,7 @@ from statistics import median
 
 from costmodel.scoring import relative_error
 from topology.errors import TimelineError
+from topology.units import format_count
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
 from zosim.program import Program
 from zosim.program.instructions import Space
@@ -173,8 +174,8 @@ class Comparison:
             rows.append(
                 (
                     "tokens per step",
-                    f"{planned:,.4g}",
-                    f"{measured:,.4g}",
+                    format_count(planned),
+                    format_count(measured),
                     _percent(relative_error(planned, measured)),
                 )
             )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from topology.units import format_bytes, format_seconds
+from topology.units import format_bytes, format_count, format_seconds
 from zosim.analysis.counts import step_counts
 from zosim.console import to_jsonable
 from zosim.planning.explain import about_formats, about_ranks, describe_contention
@@ -56,7 +56,7 @@ def prediction_view(planned: PlannedRun) -> Table:
         ("plan", f"{plan.model.describe()}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
         ("devices" if several else "device", f"{_devices(plan)} ({_figures(planned)})"),
         ("step time", prediction.interval),
-        ("throughput", f"{prediction.tokens_per_s:,.4g} tokens/s"),
+        ("throughput", f"{format_count(prediction.tokens_per_s)} tokens/s"),
         (
             "bottleneck",
             f"{limit.description}, {limit.share:.0%} of the critical path"
@@ -143,7 +143,7 @@ def side_by_side(runs: Mapping[str, PlannedRun], ratio: str = "") -> Table:
     add("step time", [p.interval for p in predictions], [p.step_time_s for p in predictions])
     add(
         "throughput",
-        [f"{p.tokens_per_s:,.4g} tokens/s" for p in predictions],
+        [f"{format_count(p.tokens_per_s)} tokens/s" for p in predictions],
         [p.tokens_per_s for p in predictions],
     )
     add("bottleneck", [f"{p.bottleneck.description}, {p.bottleneck.share:.0%}" for p in predictions])

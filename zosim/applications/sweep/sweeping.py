@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from topology.errors import PlanError
-from topology.units import format_bytes, format_seconds
+from topology.units import format_bytes, format_count, format_seconds
 from zosim import api
 from zosim.applications.sweep.configurations import (
     Configuration,
@@ -148,7 +148,7 @@ def _cells(row: ResultRow) -> tuple[str, ...]:
     return (
         figures["placement"],
         format_seconds(figures["step_time_s"]),
-        f"{figures['tokens_per_s']:,.4g}",
+        format_count(figures["tokens_per_s"]),
         format_bytes(figures["device_bytes"]),
         format_bytes(figures["host_bytes"]),
     )
