@@ -18,7 +18,7 @@ from zosim.applications.first_order.settings import FirstOrder
 from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
 from zosim.options import Json, PlanFile, ReportFile, config_of, options_of, with_settings
-from zosim.report import Report
+from zosim.report import Bullets, Report
 
 
 @with_settings(api.PlanOptions, like=api.plan)
@@ -32,7 +32,7 @@ def plan(
         bool,
         typer.Option(
             "--explain",
-            help="Show how the step changes with each figure of the hardware twice or half as large.",
+            help="Show how the step changes with each hardware figure twice or half as large, and near ties.",
             rich_help_panel="Output",
         ),
     ] = False,
@@ -56,15 +56,16 @@ def plan(
         stderr.print(f"wrote {write_report(decision, output=report)}")
     data, view = decision_data(decision), decision_view(decision)
     if explain:
-        from zosim.applications.buying.sensitivity import effects_table, plan_effects
+        from zosim.applications.buying.sensitivity import effects_table, near_ties, plan_effects
 
         options = {
             name: value for name, value in requested.items() if name not in signature(api.plan).parameters
         }
         config = merge(PlanConfig(model=decision.plan.model), config_of(api.PlanOptions, options).plan)
         effects = plan_effects(decision, config)
-        data["figures"] = list(effects)
-        view = Report("", view, effects_table("a step with one figure changed", effects, ranks=False))
+        data["figures"], data["near_ties"] = list(effects), near_ties(decision)
+        table = effects_table("a step with one figure changed", effects, ranks=False)
+        view = Report("", view, table, Bullets(data["near_ties"]))
     emit(data, json=as_json, text=view)
 
 

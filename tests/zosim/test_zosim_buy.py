@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -24,6 +25,7 @@ from zosim.applications.buying.sensitivity import (
     effects_table,
     limiter,
     memory_thresholds,
+    near_ties,
     plan_effects,
 )
 from zosim.applications.buying.shortfall import shortfall
@@ -144,6 +146,23 @@ def test_a_plan_shows_what_each_figure_decides():
     assert found["memory of NVIDIA H200"].doubled.times == 1
     table = effects_table("", tuple(found.values()), ranks=False)
     assert table.columns == ("figure", "now", "x2", "/2")
+
+
+def test_near_ties_are_those_that_take_less_memory_and_hardly_longer():
+    def plan(name, seconds, device_bytes):
+        footprints = SimpleNamespace(largest=SimpleNamespace(device_bytes=device_bytes * 2**30))
+        return SimpleNamespace(seconds=seconds, footprints=footprints, describe=lambda: name)
+
+    others = (
+        plan("small", 1.02, 15),
+        plan("large", 1.01, 50),
+        plan("middle", 1.01, 30),
+        plan("late", 1.1, 1),
+    )
+    count, *front = near_ties(SimpleNamespace(chosen=plan("chosen", 1.0, 38), others=others))
+    assert count == "3 other plans are within 2.5% of the fastest"
+    assert [line.split()[2] for line in front] == ["middle", "small"]
+    assert "15 GiB of device memory instead of 38 GiB, +2% a step" in front[1]
 
 
 def test_limits_put_offers_last_and_say_so():

@@ -23,6 +23,8 @@ from zosim.planning.planner import Candidate, Decision, candidates
 from zosim.report import Table
 
 _DIGITS = 3
+NEAR = 0.025
+"""Part of a step by which plans may differ and still tie."""
 _WORTH_SAYING = 0.01
 """Part of a step that more memory must save to be mentioned."""
 
@@ -193,6 +195,25 @@ def plan_effects(decision: Decision, config: PlanConfig) -> tuple[Effect, ...]:
         doubled, halved = (_changed(job, machine, lever, factor, now) for factor in (2.0, 0.5))
         decided.append(Effect(lever.name, lever.now, doubled, halved, False))
     return tuple(sorted(decided, key=lambda effect: -_span(effect)))
+
+
+def near_ties(decision: Decision) -> list[str]:
+    """Return which plans take hardly longer than the chosen one and less device memory, the least last: the front of both."""
+    chosen = decision.chosen
+    near = [other for other in decision.others if other.seconds <= (1 + NEAR) * chosen.seconds]
+    front, least = [], chosen.footprints.largest.device_bytes
+    now = format_bytes(least)
+    for other in sorted(near, key=lambda candidate: candidate.seconds):
+        size = other.footprints.largest.device_bytes
+        if size < (1 - NEAR) * least:
+            least = size
+            front.append(
+                f"near tie: {other.describe()} takes {format_bytes(size)} of device memory instead of {now}, {percent(other.seconds / chosen.seconds)} a step"
+            )
+    if not near:
+        return []
+    plans = "1 other plan is" if len(near) == 1 else f"{len(near)} other plans are"
+    return [f"{plans} within {NEAR:.1%} of the fastest", *front]
 
 
 def effects_table(title: str, effects: Sequence[Effect], *, ranks: bool) -> Table:
