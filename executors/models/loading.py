@@ -145,6 +145,9 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
     fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
     where = f"{source}/{CONFIG_NAME}"
     checked_config(fields, where)
+    if fields.get("num_key_value_heads", 0) is None and "num_attention_heads" in fields:
+        # As many as of queries; some families' classes take no null.
+        fields = fields | {"num_key_value_heads": fields["num_attention_heads"]}
     with quietly_loading(source, allow_download=allow_download):
         config = _config_class(fields, where)
         with readable(where, ModelError):

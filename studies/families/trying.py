@@ -87,13 +87,15 @@ def _vocab(model: nn.Module) -> int:
 
 
 def _planned(model: nn.Module) -> str:
-    own = sum(parameter.numel() for parameter in model.parameters())
     config: Any = model.config
-    how = "from its configuration"
+    text, parts = config.get_text_config(decoder=True), [model]
     try:
-        spec = spec_of_config(config.get_text_config(decoder=True).to_dict(), name="tiny")
+        spec, how = spec_of_config(text.to_dict(), name="tiny"), "from its configuration"
+        if text is not config:  # a model of texts and images, of which the text model is run
+            parts, how = [model.get_decoder(), model.get_output_embeddings()], "its text model, " + how  # type: ignore[operator]
     except UnknownFamily:
         spec, how = spec_of_model(model, "tiny"), "from the model"
+    own = sum(p.numel() for p in {p for part in parts for p in part.parameters()})
     if spec.num_parameters != own:
         raise _Differs(f"{how}, {spec.num_parameters} parameters are counted of {own}")
     return how

@@ -95,6 +95,8 @@ PUBLISHED_COUNTS = {
     "glm-4-9b": 9_399_951_360,
     "command-r": 34_980_831_232,
     "aya-23-8b": 8_028_033_024,
+    # Mixtures: all digits follow from the configurations. Printed are 46.7 (mistral.ai, "Mixtral of experts"), 30.5 and 235 (model cards
+    # of Qwen3), 14.3 (card of Qwen1.5-MoE), 6.9 (arXiv:2409.02060), 41.9 (the Hub's count), 236 and 15.7 (arXiv:2405.04434) billions.
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,

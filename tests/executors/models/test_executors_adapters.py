@@ -93,7 +93,7 @@ def test_attention_over_packed_sequences_is_that_of_a_family(family):
     assert {group.mask is None for group in cache.packing.groups} == {True, False}
 
 
-@pytest.mark.parametrize("family", ["recurrent_gemma", "jamba"])
+@pytest.mark.parametrize("family", ["recurrent_gemma", "xglm"])
 def test_sequences_that_would_see_one_another_are_not_packed(family):
     model = tiny_model(family)
     attach(model, "linears")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from costmodel import read_model_spec, spec_of_config
 from costmodel.models.families import FAMILIES
 from costmodel.models.forward import forward_work
+from executors.models.loading import load_config
 from executors.models.spec import spec_of_model, spec_without_weights
 from studies.families.tiny import tiny_model
 from tests.support.tiny_families import SHARED, TINY
@@ -79,3 +80,9 @@ def test_flops_of_a_family_without_a_row_are_those_of_its_linear_layers(family):
         for segment in spec.segments
     ]
     assert sum(work.flops for work in works) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_no_number_of_key_heads_means_as_many_as_of_queries(tmp_path):
+    fields = {"model_type": "mistral", **SHARED, "num_key_value_heads": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert load_config(tmp_path).num_key_value_heads == SHARED["num_attention_heads"]
