@@ -44,7 +44,7 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     decoder = get_decoder()
     # Some models call another part of theirs their decoder.
     parts = [decoder, model] if isinstance(decoder, nn.Module) else [model]
-    lists = next((found for found in map(list, map(_outermost_lists, parts)) if found), [])
+    lists = next(filter(None, (list(_outermost_lists(part)) for part in parts)), [])
     if not lists:
         raise UnsplitError(model, "it has no list of blocks")
     declared = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]
