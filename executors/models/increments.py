@@ -51,17 +51,17 @@ class Increments:
         self.lefts.append(left * factor)
         self.rights.append(right)
 
-    def joined(self, probe: tuple[Tensor, Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
+    def joined(self, perturbed: tuple[Tensor, Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
         """Return the factors of the sum of all increments, side by side.
 
         Parameters
         ----------
-        probe : tuple, optional
+        perturbed : tuple, optional
             ``U``, ``V`` and what their product is multiplied by: the last increment, for as long as this is asked.
         """
         lefts, rights = list(self.lefts), list(self.rights)
-        if probe is not None:
-            left, right, scale = probe
+        if perturbed is not None:
+            left, right, scale = perturbed
             lefts.append(left.to(lefts[0].dtype if lefts else left.dtype) * scale)
             rights.append(right)
         joined = torch.cat(lefts, 1)

@@ -132,7 +132,7 @@ class Tuning:
         self.num_steps = 0
         self._rights: dict[str, Tensor] = {}
         # Others may tune on the same server.
-        self._probes = tuple(f"zosim-{secrets.token_hex(6)}-{sign}" for sign in ("plus", "minus"))
+        self._perturbed = tuple(f"zosim-{secrets.token_hex(6)}-{sign}" for sign in ("plus", "minus"))
         directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
             opened.enter_context(locked(directory))
@@ -216,30 +216,30 @@ class Tuning:
         lefts = {
             name: self._normals(name, self._shapes[name][1], _LEFT, self.num_steps) for name in self._names
         }
-        with tempfile.TemporaryDirectory(prefix="zosim-probes-") as folder:
-            for probe, sign in zip(self._probes, (1, -1), strict=True):
+        with tempfile.TemporaryDirectory(prefix="zosim-perturbed-") as folder:
+            for perturbed, sign in zip(self._perturbed, (1, -1), strict=True):
                 scale = sign * self.settings.epsilon * self._scale
-                self._save(Path(folder) / probe, {name: (left, scale) for name, left in lefts.items()})
-                self.runner.load(probe, Path(folder) / probe)
+                self._save(Path(folder) / perturbed, {name: (left, scale) for name, left in lefts.items()})
+                self.runner.load(perturbed, Path(folder) / perturbed)
             try:
                 if reward is None:
-                    (plus, minus), _ = mean_losses(self.runner, self._probes, examples)
+                    (plus, minus), _ = mean_losses(self.runner, self._perturbed, examples)
                 else:
                     prompts = list(map(prompt_of, examples))
                     plus, minus = (
                         mean_cost(
                             reward,
                             prompts,
-                            self.runner.generate(prompts, probe, max_new_tokens=max_new_tokens),
+                            self.runner.generate(prompts, perturbed, max_new_tokens=max_new_tokens),
                             decode,
                         )
-                        for probe in self._probes
+                        for perturbed in self._perturbed
                     )
             finally:
-                for probe in self._probes:
+                for perturbed in self._perturbed:
                     # The server may be gone: the step's own failure is what is raised.
                     with suppress(ZosimError):
-                        self.runner.unload(probe)
+                        self.runner.unload(perturbed)
         gradient = (plus - minus) / (2 * self.settings.epsilon)
         if not math.isfinite(gradient):
             raise RunError(f"step {self.num_steps}: losses of {plus} and {minus} are not finite")
@@ -278,15 +278,15 @@ class Tuning:
         key = mixed(self.settings.seed, side, number, self._names.index(name))
         return torch.randn((rows, self.settings.rank), generator=torch.Generator().manual_seed(key))
 
-    def _save(self, directory: Path, probe: dict[str, tuple[Tensor, float]]) -> None:
-        """Write the increments as one adapter, with a probe as the last of them."""
+    def _save(self, directory: Path, perturbed: dict[str, tuple[Tensor, float]]) -> None:
+        """Write the increments as one adapter, with the perturbation as the last of them."""
         state = AdapterState()
         for name in self._names:
             key = f"{name}.weight"
             known = self.state.increments.get(key, Increments())
             lefts, rights = list(known.lefts), list(known.rights)
-            if name in probe:
-                left, scale = probe[name]
+            if name in perturbed:
+                left, scale = perturbed[name]
                 lefts.append(left * scale)
                 rights.append(self._rights[name])
             if isinstance(self._base.get_submodule(name), nn.Linear):

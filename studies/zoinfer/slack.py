@@ -48,7 +48,7 @@ _PROBES = ("plus", "minus")
 @dataclass
 class _Measured:
     latencies_s: NDArray[np.float64]
-    num_probes: float
+    num_steps: float
     duration_s: float
 
 
@@ -89,8 +89,8 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     print(f"{len(arrivals)} requests in {options.seconds:g} s, a load of {options.load:g}\n")
     latencies, steps = [], []
     for policy in ("none", "whole", "parts"):
-        probe_s, num_parts = (whole, 1) if policy != "parts" else (sum(seconds), len(parts))
-        server = Server(max(0.0, one - request_s), request_s, 64, probe_s, num_parts)
+        step_s, num_parts = (whole, 1) if policy != "parts" else (sum(seconds), len(parts))
+        server = Server(max(0.0, one - request_s), request_s, 64, step_s, num_parts)
         reported = serve(server, arrivals, _policy(policy))
         sent = list(parts) if policy == "parts" else [[r for part in parts for r in part]]
         seen = _under_load(live, probing, arrivals, sent if policy != "none" else [])
@@ -104,7 +104,7 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
             for q in (0.5, 0.99)
         ]
         latencies.append(Row(f"{policy}, mean", "latency_s", float(seen.latencies_s.mean()), reported.mean_s))
-        per_hour = 3600 * seen.num_probes / seen.duration_s
+        per_hour = 3600 * seen.num_steps / seen.duration_s
         steps.append(Row(policy, "steps_per_hour", per_hour, reported.steps_per_hour))
         stderr.print(policy)
     emit(None, json=False, text=Report("", rows_table(latencies), rows_table(steps)))

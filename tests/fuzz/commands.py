@@ -404,7 +404,7 @@ COMMANDS: tuple[Target, ...] = (
     ),
     command(
         "slack",
-        "--request-ms 5 --probe-ms 40 --segments 4 --trace arrivals.csv --json",
+        "--request-ms 5 --step-ms 40 --segments 4 --trace arrivals.csv --json",
         lambda: {"arrivals.csv": b"timestamp,tokens\n0.0,3\n0.5,9\n1.25,2\n2.0,4\n"},
         quick=8,
     ),

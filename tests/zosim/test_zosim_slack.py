@@ -47,12 +47,12 @@ def test_waits_are_those_of_a_queue_by_hand():
     assert serve(server, arrivals, "none").latencies_s.tolist() == [4, 4, 5]
     for policy in ("whole", "parts", "cancel"):
         served = serve(server, arrivals, policy)
-        assert (served.latencies_s.tolist(), served.num_probes) == ([4, 4, 5], 1)
+        assert (served.latencies_s.tolist(), served.num_steps) == ([4, 4, 5], 1)
     late = np.array([0.0, 9.0, 13.0])
     assert serve(server, late, "whole").latencies_s.tolist() == [4, 5, 5]
     assert serve(server, late, "parts").latencies_s.tolist() == [4, 5, 5]
     cancelled = serve(server, late, "cancel")
-    assert (cancelled.latencies_s.tolist(), cancelled.num_probes, cancelled.num_cancelled) == (
+    assert (cancelled.latencies_s.tolist(), cancelled.num_steps, cancelled.num_cancelled) == (
         [4, 4, 4],
         0,
         1,
@@ -74,10 +74,10 @@ def queue_by_hand(server, arrivals, policy):
             latencies += [now - arrived for arrived in batch]
         elif policy == "none":
             now = arrivals[taken]
-        elif policy == "cancel" and arrivals[taken] < now + server.probe_s:
+        elif policy == "cancel" and arrivals[taken] < now + server.step_s:
             now, lost = arrivals[taken], lost + 1
         else:
-            now += server.probe_s / (server.num_segments if policy == "parts" else 1)
+            now += server.step_s / (server.num_segments if policy == "parts" else 1)
             parts += 1 if policy == "parts" else server.num_segments
     return latencies, parts // server.num_segments, lost
 
@@ -99,7 +99,7 @@ def test_events_are_a_queue_written_out(gaps, batch, each, largest, parts, polic
     served = serve(server, arrivals, policy)
     latencies, probes, lost = queue_by_hand(server, arrivals, policy)
     assert served.latencies_s.tolist() == latencies
-    assert (served.num_probes, served.num_cancelled) == (probes, lost)
+    assert (served.num_steps, served.num_cancelled) == (probes, lost)
 
 
 def cobham_wait_s(rates, services):
@@ -203,7 +203,7 @@ def test_what_cannot_be_served_is_refused():
 
 def test_the_command_says_which_policies_keep_the_objective():
     arguments = (
-        "slack --request-ms 20 --probe-ms 200 --segments 20 --rate 10 --duration 60 --p99-ms 100 --json"
+        "slack --request-ms 20 --step-ms 200 --segments 20 --rate 10 --duration 60 --p99-ms 100 --json"
     )
     result = CliRunner().invoke(app, arguments.split())
     policies = {row["policy"]: row for row in json.loads(result.stdout)["policies"]}

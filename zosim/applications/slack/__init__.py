@@ -1,1 +1,1 @@
-"""Zeroth-order steps in what a serving machine has left: probes as jobs of low priority beside live requests."""
+"""Zeroth-order steps in what a serving machine has left: background steps as jobs of low priority beside live requests."""

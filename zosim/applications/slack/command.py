@@ -39,7 +39,7 @@ def slack(
             "model's segments."
         ),
     ] = None,
-    probe_ms: Annotated[
+    step_ms: Annotated[
         float | None,
         typer.Option(
             help="Time of a background step in milliseconds, instead of --plan.", show_default=False
@@ -90,14 +90,14 @@ def slack(
             f"--p99-ms {p99_ms:g} must be above 0",
             hint="give a latency in milliseconds",
         )
-    server = _server(plan, probe_ms, segments, batch_ms, request_ms, max_batch, profile)
+    server = _server(plan, step_ms, segments, batch_ms, request_ms, max_batch, profile)
     arrivals = _arrivals(rate, burst, trace, duration, seed)
     # Machines that take turns are alike: one of them, with every n-th request, stands for all.
     own = arrivals[::gpus]
     outcomes = [serve(server, own, policy) for policy in POLICIES]
     own_rate = rate / gpus if rate is not None and burst == 1 and gpus == 1 else None
     data = {
-        "probe_s": server.probe_s,
+        "step_s": server.step_s,
         "segments": server.num_segments,
         "requests": len(arrivals),
         "load": len(own) * server.service_s(1) / outcomes[0].duration_s if max_batch == 1 else None,
@@ -111,20 +111,20 @@ def slack(
 
 def _server(
     plan_file: Path | None,
-    probe_ms: float | None,
+    step_ms: float | None,
     segments: int | None,
     batch_ms: float,
     request_ms: float,
     max_batch: int,
     profile: Path | None,
 ) -> Server:
-    if (plan_file is None) == (probe_ms is None):
+    if (plan_file is None) == (step_ms is None):
         raise TrafficError(
-            "give exactly one of --plan and --probe-ms",
-            hint="--plan predicts the time of a background step, --probe-ms states it",
+            "give exactly one of --plan and --step-ms",
+            hint="--plan predicts the time of a background step, --step-ms states it",
         )
     segments_of_plan = 1
-    seconds = 0.0 if probe_ms is None else probe_ms / 1e3
+    seconds = 0.0 if step_ms is None else step_ms / 1e3
     if plan_file is not None:
         plan = Plan.load(plan_file)
         seconds = api.simulate(plan, profile=profile).prediction.step_time_s
@@ -164,8 +164,8 @@ def _data(
 
 
 _WORDS: dict[Policy, str] = {
-    "none": "no probes",
-    "whole": "probes to their end",
+    "none": "no background steps",
+    "whole": "background steps to their end",
     "parts": "segment by segment",
     "cancel": "cancelled by requests",
 }
@@ -190,8 +190,8 @@ def _view(data: dict[str, Any], p99_ms: float | None) -> Report:
     heads: tuple[str, ...] = ("policy", "steps/h", "formula", "mean ms", "formula", "p50 ms", "p99 ms")
     if p99_ms is not None:
         heads = (*heads, f"p99 <= {p99_ms:g} ms")
-    probe = f"a probe of {data['probe_s'] * 1e3:.4g} ms in {data['segments']} segments beside {data['requests']:,} requests"
-    return Report("", Table((probe, *heads[1:]), rows))
+    heading = f"a background step of {data['step_s'] * 1e3:.4g} ms in {data['segments']} segments beside {data['requests']:,} requests"
+    return Report("", Table((heading, *heads[1:]), rows))
 
 
 def _number(value: float | None, factor: float, form: str) -> str:

@@ -1,21 +1,21 @@
-"""A server of requests that fills what they leave with probes: events on a clock, and the closed form beside them.
+"""A server of requests that fills what they leave with background steps: events on a clock, and the closed form beside them.
 
-The server takes up to as many waiting requests as a batch holds, and serves them together. A probe is one step of zeroth-order tuning, which is a few forwards
+The server takes up to as many waiting requests as a batch holds, and serves them together. A background step is one step of zeroth-order tuning, which is a few forwards
 in a row; it starts when nobody waits. What a request that arrives meanwhile waits for is the policy:
 
 ``whole``
-    The probe, to its end.
+    The background step, to its end.
 ``parts``
-    The part of the probe that runs, such as a block of the model; the others go on when nobody waits again.
+    The part of the background step that runs, such as a block of the model; the others go on when nobody waits again.
 ``cancel``
-    Nothing: the probe's work is lost.
+    Nothing: the background step's work is lost.
 ``none``
-    There are no probes.
+    There are no background steps.
 
 Notes
 -----
-With one request to a batch, and arrivals at random, a server that always has a probe is an M/G/1 queue with vacations: a
-request waits as without probes, and for the rest of a part besides [1]_. With services of ``s`` and parts of ``v`` seconds
+With one request to a batch, and arrivals at random, a server that always has a background step is an M/G/1 queue with vacations: a
+request waits as without background steps, and for the rest of a part besides [1]_. With services of ``s`` and parts of ``v`` seconds
 that do not vary, at a load ``ρ = λ·s`` below 1,
 
     mean wait = λ·s² / (2·(1 - ρ)) + v / 2.
@@ -57,25 +57,25 @@ class Server:
         Seconds of a batch of requests, whatever is in it, and for each request besides.
     max_batch : int
         Requests of one batch.
-    probe_s : float
-        Seconds of a probe.
+    step_s : float
+        Seconds of a background step.
     num_segments : int
-        Segments of a probe after which it can stand still.
+        Segments of a background step after which it can stand still.
     """
 
     batch_s: float
     request_s: float
     max_batch: int
-    probe_s: float
+    step_s: float
     num_segments: int = 1
 
     def __post_init__(self) -> None:
         is_timed = self.batch_s >= 0 and self.request_s >= 0 and self.batch_s + self.request_s > 0
-        is_finite = math.isfinite(self.batch_s + self.request_s + self.probe_s)
-        if not (is_timed and is_finite and self.probe_s > 0 and self.max_batch > 0 and self.num_segments > 0):
+        is_finite = math.isfinite(self.batch_s + self.request_s + self.step_s)
+        if not (is_timed and is_finite and self.step_s > 0 and self.max_batch > 0 and self.num_segments > 0):
             raise TrafficError(
                 f"invalid times or counts: batch {self.batch_s} s, request {self.request_s} s, background "
-                f"step {self.probe_s} s in {self.num_segments} parts",
+                f"step {self.step_s} s in {self.num_segments} parts",
                 hint="times must be finite and above 0, counts whole numbers of 1 or more",
             )
 
@@ -84,8 +84,8 @@ class Server:
         return self.batch_s + self.request_s * num_requests
 
     def vacation_s(self, policy: Policy) -> float:
-        """Return the longest that a request waits for a probe."""
-        return {"none": 0.0, "whole": self.probe_s, "parts": self.probe_s / self.num_segments, "cancel": 0.0}[
+        """Return the longest that a request waits for a background step."""
+        return {"none": 0.0, "whole": self.step_s, "parts": self.step_s / self.num_segments, "cancel": 0.0}[
             policy
         ]
 
@@ -99,7 +99,7 @@ class Served:
     policy : str
     latencies_s : array
         Seconds from each request's arrival to its answer.
-    num_probes : int
+    num_steps : int
         Finished.
     num_cancelled : int
     duration_s : float
@@ -107,7 +107,7 @@ class Served:
 
     policy: Policy
     latencies_s: NDArray[np.float64]
-    num_probes: int
+    num_steps: int
     num_cancelled: int
     duration_s: float
 
@@ -122,12 +122,12 @@ class Served:
 
     @property
     def steps_per_hour(self) -> float:
-        """Probes that were finished in an hour."""
-        return 3600 * self.num_probes / self.duration_s
+        """Background steps that were finished in an hour."""
+        return 3600 * self.num_steps / self.duration_s
 
 
 def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
-    """Return what becomes of requests that arrive at these times, and of probes beside them.
+    """Return what becomes of requests that arrive at these times, and of background steps beside them.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
     """
     if not len(arrivals):
         raise TrafficError("there are no arrivals", hint="raise --rate or --duration")
-    num_segments = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_segments / server.probe_s
+    num_segments = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_segments / server.step_s
     if len(arrivals) + num_segments + server.num_segments > _MOST_EVENTS:
         raise TrafficError(
             f"{len(arrivals)} requests with up to {num_segments:.3g} parts of background steps are more "
@@ -157,7 +157,7 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
 def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | None:
     """Return the mean latency of requests that arrive at random, each served alone; None where no formula is known.
 
-    A cancelled probe takes nothing from them. Infinite where more arrives than is served.
+    A cancelled background step takes nothing from them. Infinite where more arrives than is served.
 
     Parameters
     ----------
@@ -168,10 +168,10 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 
     Examples
     --------
-    Requests of 10 ms keep the server busy for half of its time, so they wait 5 ms for each other. Beside probes of 40 ms that are
-    done to their ends they wait half a probe more:
+    Requests of 10 ms keep the server busy for half of its time, so they wait 5 ms for each other. Beside background steps of 40 ms that are
+    done to their ends they wait half a background step more:
 
-    >>> server = Server(batch_s=0.0, request_s=0.01, max_batch=1, probe_s=0.04)
+    >>> server = Server(batch_s=0.0, request_s=0.01, max_batch=1, step_s=0.04)
     >>> [round(closed_mean_s(server, 50.0, policy), 6) for policy in ("none", "whole")]
     [0.015, 0.035]
     """
@@ -186,7 +186,7 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 
 
 def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> float | None:
-    """Return the probes that fit into an hour beside requests served alone; None where no formula is known.
+    """Return the background steps that fit into an hour beside requests served alone; None where no formula is known.
 
     Parameters
     ----------
@@ -197,15 +197,15 @@ def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> 
 
     Examples
     --------
-    Half of an hour is left, in probes of 40 ms:
+    Half of an hour is left, in background steps of 40 ms:
 
-    >>> closed_steps_per_hour(Server(batch_s=0.0, request_s=0.01, max_batch=1, probe_s=0.04), 50.0, "whole")
+    >>> closed_steps_per_hour(Server(batch_s=0.0, request_s=0.01, max_batch=1, step_s=0.04), 50.0, "whole")
     45000.0
     """
     if server.max_batch != 1 or policy == "cancel":
         return None
     idle = max(0.0, 1 - rate_per_s * server.service_s(1))
-    return 3600 * idle / server.probe_s if policy != "none" else 0.0
+    return 3600 * idle / server.step_s if policy != "none" else 0.0
 
 
 @dataclass
@@ -220,7 +220,7 @@ class _ServedRun:
     _taken: int = 0
 
     def serving(self) -> Generator[Any, Any, None]:
-        """Serve until every request has been answered; between them, probe."""
+        """Serve until every request has been answered; between them, take background steps."""
         waiting: deque[float] = deque()
         while self._taken < len(self.arrivals) or waiting:
             self._take(waiting)
@@ -238,11 +238,11 @@ class _ServedRun:
 
     def _cancellable(self) -> Generator[Any, Any, None]:
         until_next = self._until_next_s
-        if until_next < self.server.probe_s:
+        if until_next < self.server.step_s:
             yield self.environment.timeout(until_next)
             self.num_cancelled += 1
         else:
-            yield self.environment.timeout(self.server.probe_s)
+            yield self.environment.timeout(self.server.step_s)
             self.num_segments += self.server.num_segments
 
     def _take(self, waiting: deque[float]) -> None:
