@@ -24,6 +24,7 @@ OPTIONS: tuple[tuple[str, str], ...] = (
     ("--engine", "--simulator"),
     ("--engine", "--server"),
     ("--queries", "--num-perturbations"),
+    ("--probe-ms", "--step-ms"),
 )
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 

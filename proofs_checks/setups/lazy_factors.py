@@ -365,8 +365,8 @@ def with_probe(name: str, change: Callable[[Tensor, Tensor, float], tuple[Tensor
     """Return a fault of increments that are joined with another probe."""
 
     @planted(_JOINED, name)
-    def fault(shipped, self, probe=None):
-        return shipped(self, probe and change(*probe))
+    def fault(shipped, self, perturbed=None):
+        return shipped(self, perturbed and change(*perturbed))
 
     return fault
 
@@ -388,10 +388,10 @@ def by_rank(shipped, rank, rank_power):
 
 
 @planted(_JOINED, "a probe that is not taken back")
-def probe_stays(shipped, self, probe=None):
-    joined = shipped(self, probe)
-    if probe is not None:
-        left, right, scale = probe
+def probe_stays(shipped, self, perturbed=None):
+    joined = shipped(self, perturbed)
+    if perturbed is not None:
+        left, right, scale = perturbed
         self.lefts.append(left * scale)
         self.rights.append(right)
     return joined
