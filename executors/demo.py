@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from topology.graph import Topology
     from zosim.analysis.compare import Comparison
     from zosim.planning.planner import Decision
+    from zosim.planning.request import Request
     from zosim.plans import Plan
 
 _NUM_EVALUATED = 500
@@ -189,11 +190,12 @@ class Stages:
         """Show what data sheets say before anything is measured."""
         from zosim.console import stderr
         from zosim.hardware.profiles import profile_for
+        from zosim.planning.planner import choose
         from zosim.planning.views import simulation_view
 
         self._heading("a first plan and its simulated step, from data sheets only")
         profile = profile_for(topology, topology.compute_devices[0].id)
-        stderr.print(simulation_view(self._decision(topology, profile, pretrained).chosen.planned))
+        stderr.print(simulation_view(choose(self._request(topology, profile, pretrained)).chosen.planned))
 
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
@@ -229,28 +231,27 @@ class Stages:
         return profile
 
     def _plan(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Decision:
+        from zosim.config import PlanConfig, Search
         from zosim.console import stderr
+        from zosim.planning.planner import choose
         from zosim.planning.views import decision_view
 
         self._heading("plans: first with all memory, then with a limit that only offloaded plans meet")
-        free = self._decision(topology, profile, pretrained)
-        limit = _between(free)
-        stderr.print(f"without a limit: {free.reasons[0]}", markup=False)
-        decision = self._decision(topology, profile, pretrained, limit)
+        request = self._request(topology, profile, pretrained)
+        stderr.print(f"without a limit: {choose(request).reasons[0]}", markup=False)
+        decision = choose(request.over(PlanConfig(search=Search(max_device_bytes=_between(request)))))
         self.out.parent.mkdir(parents=True, exist_ok=True)
         stderr.print(decision_view(decision))
         return decision
 
-    def _decision(
-        self, topology: Topology, profile: Profile, pretrained: Pretrained, limit: int | None = None
-    ) -> Decision:
+    def _request(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Request:
         from costmodel.models.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
         from executors.runs.inputs import longest_line
         from executors.runs.settings import DataSettings, EvaluationSettings
-        from zosim.config import HOST, PlanConfig, Search
-        from zosim.planning.request import Hardware
-        from zosim.planning.resolve import resolve
+        from zosim.config import HOST, PlanConfig
+        from zosim.planning.request import Hardware, Request
+        from zosim.planning.split_options import SplitOptions
         from zosim.plans import Estimator
 
         task = TaskSettings()
@@ -262,12 +263,9 @@ class Stages:
             batch=task.batch,
             seq=longest_line(str(pretrained.model), model, data, evaluation),
             estimator=Estimator(epsilon=task.epsilon),
-            search=Search(max_device_bytes=limit),
         )
-        decisions: list[Decision] = []
-        machine = Hardware(topology, HOST, topology.compute_devices[0].id, profile)
-        resolve(config, machine, on_decision=decisions.append)
-        return decisions[0]
+        hardware = Hardware(topology, HOST, topology.compute_devices[0].id, profile)
+        return Request.of(config, hardware, SplitOptions())
 
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
         from executors.models.pretrain import TaskSettings
@@ -344,15 +342,16 @@ class Stages:
         self._stage_began_s = now_s
 
 
-def _between(decision: Decision) -> int:
+def _between(request: Request) -> int:
     """Return a limit that lets in the leanest offloaded plan, and little more: no resident one."""
-    candidates = (decision.chosen, *decision.others)
-    leanest = {
-        is_offloaded: min(
-            c.planned.footprint.device_bytes for c in candidates if c.plan.is_offloaded == is_offloaded
-        )
-        for is_offloaded in (False, True)
-    }
+    from zosim.planning.bounds import Bounds
+    from zosim.planning.planner import placements
+
+    bounds = Bounds(request)
+    sizes: dict[bool, list[int]] = {False: [], True: []}
+    for plan in placements(request):
+        sizes[plan.is_offloaded].append(bounds.of(plan).footprints.largest.device_bytes)
+    leanest = {is_offloaded: min(listed) for is_offloaded, listed in sizes.items()}
     return leanest[True] + (leanest[False] - leanest[True]) // 4
 
 

@@ -36,13 +36,20 @@ def plan(
             rich_help_panel="Output",
         ),
     ] = False,
+    front: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to draw the Pareto front of step time, memory and money to; .svg, .png or .pdf. Bounds every plan.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
     as_json: Json = False,
     **requested: Any,
 ) -> None:
     """Choose the fastest plan that fits the hardware, and explain the choice."""
     decision = api.plan(**requested)
     # Not before there is a plan: a help page needs none of it.
-    from zosim.planning.views import decision_data, decision_view
+    from zosim.planning.views import decision_data, decision_view, front_data, front_view
     from zosim.planning.visibility import about_epsilon
 
     for warning in about_epsilon(decision.plan):
@@ -66,6 +73,11 @@ def plan(
         data["figures"], data["near_ties"] = list(effects), near_ties(decision)
         table = effects_table("a step with one figure changed", effects, ranks=False)
         view = Report("", view, table, Bullets(data["near_ties"]))
+    if front is not None:
+        from zosim.applications.picture import draw_front
+
+        stderr.print(f"wrote {draw_front(decision.front, front)}")
+        data, view = data | front_data(decision), Report("", front_view(decision), view)
     emit(data, json=as_json, text=view)
 
 

@@ -69,11 +69,11 @@ def test_copies_are_chosen_only_where_they_are_asked_for_and_never_slow_a_step()
 def test_perturbations_are_kept_where_that_is_asked_for_and_fits() -> None:
     kept, again = (
         json.loads(call(*PLAN, "--method", "mezo", *options, "--json").stdout)
-        for options in (["--keep-perturbations"], [])
+        for options in (["--keep-perturbations"], ["--no-keep-perturbations"])
     )
     plans = [Plan.model_validate(found["plan"]) for found in (kept, again)]
     assert [plan.perturbations.kept for plan in plans] == [True, False]
-    assert all(text.startswith("mezo, full pass, perturbations kept") for text in kept["reasons"][:1])
+    assert "perturbations kept" in kept["reasons"][0]
     trainable = 2 * sum(group.num_trainable for group in plans[0].model.param_groups)  # bytes of a float16
     sizes = [
         sum(
@@ -85,7 +85,7 @@ def test_perturbations_are_kept_where_that_is_asked_for_and_fits() -> None:
     ]
     assert sizes[1] < 0.5 * trainable < trainable <= sizes[0] < 1.01 * trainable
     assert kept["prediction"]["step_time_s"] < again["prediction"]["step_time_s"]
-    limit = ["--max-device-memory", f"{(kept['prediction']['device_bytes'] - trainable // 8) // 2**20}MiB"]
+    limit = ["--max-device-memory", f"{(kept['prediction']['device_bytes'] - trainable // 2) // 2**20}MiB"]
     error = call(*PLAN, "--method", "mezo", "--keep-perturbations", *limit, fails=True).stderr
     assert "perturbations" in error
     call(*PLAN, "--method", "mezo", *limit)

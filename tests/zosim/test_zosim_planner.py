@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from costmodel import read_model_spec
@@ -9,6 +11,7 @@ from tests.support.requests import request_for
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
+from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.predict import PlannedRun
 from zosim.plans import ForwardPass, Plan, Residency, Weights
@@ -66,7 +69,7 @@ def test_copies_are_written_ahead_only_where_memory_admits_it() -> None:
     limit = free.footprints.largest.device_bytes - 1
     tight = choose(request(fixed={"weights": {"perturbation": "copies"}}, max_device_bytes=limit)).chosen
     assert tight.footprints.largest.device_bytes <= limit
-    assert tight.seconds >= free.seconds
+    assert tight.seconds >= free.seconds * (1 - ALIKE)
     assert tight.plan != free.plan
 
 
@@ -84,7 +87,7 @@ def test_more_memory_never_makes_the_best_plan_slower() -> None:
         prediction = choose(request(max_device_bytes=int(limit_gib * GIB))).prediction
         assert prediction is not None
         times.append(prediction.step_time_s)
-    assert times == sorted(times, reverse=True)
+    assert all(more <= less * (1 + ALIKE) for less, more in pairwise(times))
 
 
 def test_the_interval_holds_the_prediction() -> None:

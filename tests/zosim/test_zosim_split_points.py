@@ -59,8 +59,7 @@ def test_without_split_points_the_stages_are_balanced():
     decision = choose(request("dgx-h100", fixed=fixed))
     (split_point,) = decision.chosen.plan.split.split_points
     assert split_point in {"block.4", "block.5", "block.6"}
-    assert decision.others
-    assert decision.others[0].is_simulated
+    assert any(candidate.is_simulated for candidate in decision.others)
 
 
 def test_bounds_of_candidates_are_below_what_is_simulated():

@@ -11,8 +11,8 @@ from topology import load_preset
 from topology.errors import PlanError
 from zosim.planning.planner import Request, choose
 from zosim.planning.split_options import split_options_of
-from zosim.planning.staging import staged_plans
-from zosim.plans import Estimator, Perturbations, Plan, Split, Weights
+from zosim.planning.variants import shapes
+from zosim.plans import Estimator, Perturbations, Split, Weights
 
 HALF = Weights(dtype="float16")
 SINGLE = Weights()
@@ -75,19 +75,19 @@ def test_bounds_of_pipelines_hold_and_are_close(hardware: str, rng: str) -> None
 
 
 def test_a_plan_is_sought_among_few_meshes_of_stages() -> None:
-    meshes = {plan.mesh for plan in staged_plans(request("dgx-h100"), 1e9)}
+    meshes = {shape.mesh for shape in shapes(request("dgx-h100")) if shape.mesh.stage > 1}
     assert 1 <= len(meshes) <= 4
-    # Nothing is faster than no time at all, and still the best mesh is there to be told of.
-    assert len({plan.mesh for plan in staged_plans(request("dgx-h100"), 0.0)}) == 1
 
 
-def splits(plans: list[Plan]) -> set[str]:
-    return {plan.split.residual_codec.split(":")[0] for plan in plans}
+def codecs(requested: Request) -> set[str]:
+    """Return the codecs of the shapes of several stages."""
+    staged = (shape for shape in shapes(requested) if shape.mesh.stage > 1)
+    return {shape.split.residual_codec.split(":")[0] for shape in staged}
 
 
 def test_a_codec_is_tried_only_if_it_is_asked_for() -> None:
     requested = request("cpu-cluster-1gbit", **COUNTER, weights=SINGLE, allow_lossy=True)
-    assert splits(list(staged_plans(requested))) == {"none"}
+    assert codecs(requested) == {"none"}
     with pytest.raises(PlanError, match="are lossy"):
         choose(request("cpu-cluster-1gbit", codec="q8", weights=SINGLE))
 
@@ -102,7 +102,7 @@ def test_over_a_slow_link_stages_send_by_the_codec_that_is_asked_for() -> None:
         batch=16,
         allow_lossy=True,
     )
-    assert splits(list(staged_plans(slow))) == {"q4"}
+    assert codecs(slow) == {"q4"}
     chosen = choose(slow).chosen.plan
     assert chosen.mesh.stage > 1
     assert chosen.split.is_lossy

@@ -1,15 +1,22 @@
-"""A timeline as a picture: a row for each stream of each rank, a bar for each instruction."""
+"""Pictures: a timeline with a row for each stream of each rank and a bar for each instruction; a Pareto front."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from topology.errors import TimelineError
 from topology.units import format_seconds
 from zosim.program.instructions import Stream
 from zosim.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from zosim.planning.planner import Candidate
 
 FORMATS: Final = (".svg", ".png", ".pdf")
 MOST_ROWS: Final = 64
@@ -47,10 +54,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
     TimelineError
         If the file's ending is no known format, it cannot be written, no step is listed, or more than 64 streams would have a row.
     """
-    file = Path(path)
-    if file.suffix.lower() not in FORMATS:
-        message = f"cannot draw to {str(path)!r}: unknown format {file.suffix!r}"
-        raise TimelineError(message, hint=f"use a name that ends with one of {', '.join(FORMATS)}")
+    file = _drawable(path)
     title = f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}"
     step = timeline.periodic_steps[0]
     begin_s = timeline.step_end_s(step - 1) if step else timeline.begin_s
@@ -72,7 +76,6 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
     spare = iter(OTHER_COLOURS * len(labels))
     colours = {label: COLOURS.get(label) or next(spare) for label in labels}
 
-    import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -106,6 +109,59 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
     seconds = {label: sum(span.duration_s for span in shown if span.label == label) for label in labels}
     handles = [Patch(color=colours[label], label=label) for label in labels if seconds[label] > least_s]
     picture.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False)
+    return _saved(picture, file)
+
+
+def draw_front(front: Sequence[Candidate], path: str | Path) -> Path:
+    """Draw a Pareto front into an SVG, PNG or PDF file, and return its path: step time over device memory, host memory as area.
+
+    Parameters
+    ----------
+    front : sequence of Candidate
+    path : path
+
+    Raises
+    ------
+    TimelineError
+        If the file's ending is no known format, or it cannot be written.
+    """
+    file = _drawable(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(_WIDTH_INCHES, 5), layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot()
+    most = max(candidate.footprints.fullest.size_bytes for candidate in front) or 1
+    by_devices: dict[int, list[Candidate]] = {}
+    for candidate in front:
+        by_devices.setdefault(candidate.plan.placement.world_size, []).append(candidate)
+    for (count, listed), colour in zip(sorted(by_devices.items()), cycle(COLOURS.values())):
+        axes.scatter(
+            [candidate.footprints.largest.device_bytes / 2**30 for candidate in listed],
+            [candidate.seconds for candidate in listed],
+            s=[20 + 180 * candidate.footprints.fullest.size_bytes / most for candidate in listed],
+            color=colour,
+            label=f"{count} device{'s' if count > 1 else ''}",
+            alpha=0.8,
+        )
+    axes.set(xlabel="GiB of the fullest device", ylabel="seconds a step", yscale="log")
+    axes.set_title("Pareto front; areas are host memory", loc="left")
+    axes.legend(frameon=False)
+    return _saved(picture, file)
+
+
+def _drawable(path: str | Path) -> Path:
+    file = Path(path)
+    if file.suffix.lower() not in FORMATS:
+        message = f"cannot draw to {str(path)!r}: unknown format {file.suffix!r}"
+        raise TimelineError(message, hint=f"use a name that ends with one of {', '.join(FORMATS)}")
+    return file
+
+
+def _saved(picture: Figure, file: Path) -> Path:
+    import matplotlib as mpl
+
     try:
         # Text stays text, and the same picture has the same bytes.
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zosim"}):

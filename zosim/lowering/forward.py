@@ -91,6 +91,10 @@ class Forwards(AxisWriter):
             yield Buffer("shared", Space.DEVICE, shared, "activations", dtype)
         yield Buffer("batch", Space.DEVICE, rank.batch().size_bytes, "batch", "int64")
 
+    def loss_work(self) -> Work:
+        """Return the work of one forward of the head, which no perturbation stands beside."""
+        return self._work(HEAD, has_side_path=False)
+
     def load(self) -> None:
         """Write the load of the batch."""
         batch = self._rank.batch()

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from costmodel.models.model_spec import ParamGroup
+from costmodel.work import Work
 from zosim.eval_points import BASE
 from zosim.lowering.forward import Forwards
 from zosim.lowering.mesh import Losses
@@ -73,6 +74,10 @@ class StepWriter:
             self._losses,
         )
         return tuple(chain.from_iterable(axis.buffers() for axis in axes))
+
+    def loss_work(self) -> Work:
+        """Return the work of one forward of the head."""
+        return self._forwards.loss_work()
 
     def initial(self) -> Iterator[Access]:
         """Yield what is there before the first step; what belongs to the step before it is there and void."""

@@ -30,10 +30,12 @@ The lower bound of the twelve blocks of OPT-125M is made of the instructions of 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from costmodel.models.model_spec import ModelSpec, block_segment
+from costmodel.estimate import estimate
+from costmodel.models.model_spec import HEAD, ModelSpec, block_segment
+from costmodel.work import Work
 from topology.limits import whole_number
 from zosim.eval_points import BASE
 from zosim.hardware.machine import Activity, Machine
@@ -45,7 +47,7 @@ from zosim.planning.footprint import Footprint, footprint_of
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction
-from zosim.program.operations import Collective, Recv, Send
+from zosim.program.operations import Collective, Forward, Recv, Send
 from zosim.simulators.shortening import shortened_stages, shortest
 
 _STAGING_ROLES = ("staging buffers", "transfer buffers")
@@ -87,46 +89,65 @@ class BlockBounder:
         self._two_blocks: dict[Hashable, _TwoBlocks] = {}
         self._prices: dict[Hashable, _Prices] = {}
         self._buffers: dict[Hashable, tuple[Buffer, ...]] = {}
+        self._losses: dict[Hashable, Work] = {}
+        self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
         if not plan.copies_overlap:
             return 0.0
-        return period_s([self._stage(plan, rank, machines[rank]) for rank in ranks])
+        return period_s([self._stage(plan, rank, machines[rank])[0] for rank in ranks])
+
+    def loss_s(self, plan: Plan, rank: int, machine: Machine) -> float:
+        """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""
+        key = len(plan.rows_of(rank)), plan.forward, plan.weights, plan.low_bits, machine.shape
+        if key not in self._loss_s:
+            self._loss_s[key] = estimate(StepWriter(plan, rank).loss_work(), machine.profile).seconds
+        return self._loss_s[key]
 
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         part, num_staging_buffers = _part(plan, rank), plan.residency.num_staging_buffers
         # Ranks that do the same on machines alike but for names have one bound.
-        key = part, num_staging_buffers, machine.shape
+        key = part, num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._known_bounds:
             if (part, num_staging_buffers) not in self._buffers:
                 self._buffers[part, num_staging_buffers] = StepWriter(plan, rank).buffers()
-            stage = self._stage(plan, rank, machine)
-            two_blocks, loads = self._two_blocks[part], self._prices[part, machine.shape].loads
+            stage, loads = self._stage(plan, rank, machine)
+            two_blocks = self._two_blocks[part]
             memory = footprint_of(
-                self._buffers[part, num_staging_buffers], two_blocks.workspace_bytes, machine.profile
+                self._buffers[part, num_staging_buffers],
+                two_blocks.workspace_bytes(self._loss_work(plan, rank, part)),
+                machine.profile,
             )
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
             self._known_bounds[key] = BlockBound(period, loads, memory, two_blocks.num_instructions)
         return self._known_bounds[key]
 
-    def _stage(self, plan: Plan, rank: int, machine: Machine) -> StageStep:
-        """Return who waits for whom in a step of a rank and what its instructions take; of these the number of staging buffers changes the first alone."""
+    def _stage(self, plan: Plan, rank: int, machine: Machine) -> tuple[StageStep, tuple[float, ...]]:
+        """Return who waits for whom in a step of a rank with what its instructions take, and what they take of resources.
+
+        Of these the number of staging buffers changes the first alone, and chunks of the loss what the head's forwards take.
+        """
         part = _part(plan, rank)
         if part not in self._two_blocks:
             # Not connected: executions know their order, and only conflicts within one are looked for.
-            small, standing = self._shortened(plan, rank)
+            small, standing = self._shortened(_at_once(plan), rank)
             self._two_blocks[part] = _TwoBlocks(unordered(small, rank), standing)
-        two_blocks, key = self._two_blocks[part], (part, machine.shape)
+        two_blocks = self._two_blocks[part]
+        key = part, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._prices:
+            loss = self._loss_work(plan, rank, part)
             # Every resource has a place, so that loads of machines alike can be added by position.
             loads = dict.fromkeys(machine.capacities, 0.0)
             seconds = []
             share = _share_on_disk(plan, rank)
             for execution in two_blocks.executions:
-                items = execution.instructions
+                items = [
+                    replace(item, work=loss) if loss is not None and _takes_loss(item) else item
+                    for item in execution.instructions
+                ]
                 activities = [self._activity(item, two_blocks.program, machine) for item in items]
                 # Where some blocks of many come from a drive, nothing is known to wait for that.
                 seconds.append(
@@ -140,9 +161,16 @@ class BlockBounder:
                     for name, amount in activity.loads():
                         loads[name] += amount * count
             self._prices[key] = _Prices(seconds, tuple(loads.values()))
-        return StageStep(
-            two_blocks.graph(plan.residency.num_staging_buffers), self._prices[key].seconds, machine.step_s()
-        )
+        prices, graph = self._prices[key], two_blocks.graph(plan.residency.num_staging_buffers)
+        return StageStep(graph, prices.seconds, machine.step_s()), prices.loads
+
+    def _loss_work(self, plan: Plan, rank: int, part: Hashable) -> Work | None:
+        """Return the work of a forward of the head that takes the loss in chunks; None for a loss at once."""
+        if (num_tokens := plan.forward.loss_chunk_tokens) is None:
+            return None
+        if (part, num_tokens) not in self._losses:
+            self._losses[part, num_tokens] = StepWriter(plan, rank).loss_work()
+        return self._losses[part, num_tokens]
 
     def _activity(self, instruction: Instruction, program: Program, machine: Machine) -> Activity:
         # Equal work on one stream takes as long in every block.
@@ -177,7 +205,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     eval_points = plan.eval_points_of(rank)
-    # Staging buffers change the order of blocks, not what is done for one.
+    # Staging buffers change the order of blocks, not what is done for one; chunks of the loss what the head takes alone.
     residency = plan.residency.model_copy(update={"num_staging_buffers": 1, "num_disk_blocks": None})
     return (
         _share_on_disk(plan, rank),
@@ -188,7 +216,7 @@ def _part(plan: Plan, rank: int) -> Hashable:
         stage,
         plan.num_shares,
         plan.placement.is_on_gpus,
-        repr((residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward)),
+        (residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, _at_once(plan).forward),
     )
 
 
@@ -204,6 +232,17 @@ def _share_on_disk(plan: Plan, rank: int) -> float:
     own = [block for segment in plan.segments_of(rank) if (block := _block_number(segment)) is not None]
     on_disk = sum(plan.residency.on_disk(block, num_blocks) is not None for block in own)
     return on_disk / len(own) if own else 0.0
+
+
+def _at_once(plan: Plan) -> Plan:
+    """Return a plan whose loss is taken of all tokens at once."""
+    if plan.forward.loss_chunk_tokens is None:
+        return plan
+    return plan.model_copy(update={"forward": plan.forward.model_copy(update={"loss_chunk_tokens": None})})
+
+
+def _takes_loss(instruction: Instruction) -> bool:
+    return isinstance(instruction.op, Forward) and instruction.segment == HEAD
 
 
 @dataclass(frozen=True)
@@ -228,8 +267,15 @@ class _TwoBlocks:
         self.program = program
         self.executions = list(_executions(program, standing))
         self.num_instructions = sum(len(each.instructions) * each.count for each in self.executions)
-        self.workspace_bytes = max((item.work.workspace_bytes for item in program.step), default=0)
+        losses = [item.work.workspace_bytes for item in program.step if _takes_loss(item)]
+        others = [item.work.workspace_bytes for item in program.step if not _takes_loss(item)]
+        self._loss_bytes, self._other_bytes = max(losses, default=0), max(others, default=0)
         self._graphs: dict[int, BlockGraph] = {}
+
+    def workspace_bytes(self, loss: Work | None) -> int:
+        """Return the largest workspace, of a loss that is taken so where the rank takes one."""
+        has_loss = loss is not None and self._loss_bytes
+        return max(self._other_bytes, loss.workspace_bytes if loss and has_loss else self._loss_bytes)
 
     def graph(self, num_staging_buffers: int) -> BlockGraph:
         """Return who waits for whom with so many staging buffers."""

@@ -216,13 +216,19 @@ def period_s(stages: Sequence[StageStep]) -> float:
 def chained_s(stage: StageStep) -> float:
     """Return the period of a step of which every instruction waits for the one before.
 
-    What is listed before the first computation runs while the host prepares that.
+    What is listed behind the last computation, and before the first of the next step, runs while the host prepares that.
     """
-    streams = [item.stream for execution in stage.graph.executions for item in execution.instructions]
-    first = streams.index(Stream.COMPUTE)
     pairs = zip(stage.graph.executions, stage.seconds, strict=True)
-    listed = [alone_s * execution.count for execution, own in pairs for alone_s in own]
-    return max(stage.step_s, sum(listed[:first])) + sum(listed[first:])
+    listed = [
+        (item.stream, alone_s, execution.count)
+        for execution, own in pairs
+        for item, alone_s in zip(execution.instructions, own, strict=True)
+    ]
+    compute = [number for number, (stream, _, _) in enumerate(listed) if stream is Stream.COMPUTE]
+    # Of blocks that are alike the first one begins a step, and the last one ends it.
+    between = [alone_s for _, alone_s, _ in (*listed[: compute[0]], *listed[compute[-1] + 1 :])]
+    whole_s = sum(alone_s * count for _, alone_s, count in listed)
+    return max(stage.step_s, sum(between)) + whole_s - sum(between)
 
 
 class _Run:

@@ -86,12 +86,12 @@ class _RankClasses:
 class Bounds:
     """Bounds of the plans for one request."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, paths: KnownPaths | None = None) -> None:
         self._request = request
         self._bounder = BlockBounder(request.config.spec)
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
         self._known_classes: dict[tuple[Mesh, Placement], _RankClasses] = {}
-        self._paths = KnownPaths()
+        self._paths = paths or KnownPaths()
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:
@@ -126,6 +126,11 @@ class Bounds:
             sum(lack.size_bytes for lack in lacks),
             any(lack.where == "host" for lack in lacks),
         )
+
+    def loss_s(self, plan: Plan) -> float:
+        """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""
+        last = plan.mesh.pipelines[0][-1]
+        return self._bounder.loss_s(plan, last, self._machines(plan)[last])
 
     def _machines(self, plan: Plan) -> tuple[Machine, ...]:
         """Return every rank's machine, which of a mesh only the stages change."""

@@ -13,13 +13,15 @@ from zosim.planning.request import HOW_TO_STATE_MEMORY
 from zosim.plans import Plan
 
 if TYPE_CHECKING:
-    from zosim.planning.planner import Candidate
+    from zosim.planning.planner import Candidate, Guarantee
 
 _Value = TypeVar("_Value", bound=Hashable)
 
 ALIKE = 5e-4
 """Step times that differ by less than this part are called as fast."""
 
+# Part of a step that more memory must save to be mentioned.
+_WORTH_MEMORY = 0.01
 # A resource that is busy for so much of a step holds somebody up.
 _BUSY = 0.7
 
@@ -35,7 +37,7 @@ def reasons(
     seconds = format_seconds(prediction.step_time_s)
     yield f"{chosen.describe()}: {seconds} a step, {limit.share:.0%} of it {limit.description}"
     if others:
-        second = others[0]
+        second = next((candidate for candidate in others if candidate.is_simulated), others[0])
         yield f"second: {second.describe()}, {_slower(second, prediction.step_time_s)}"
     yield from _about_meshes(chosen, prediction, others)
     if chosen.plan.mesh.world_size > 1:
@@ -48,9 +50,29 @@ def reasons(
     yield from _about_quantization(chosen, others)
     if chosen.plan.perturbs_by_adapters:
         yield from _about_adapters(chosen.plan)
-    faster = [candidate for candidate in rejected if candidate.seconds < prediction.step_time_s]
-    if faster:
-        yield f"would be faster but does not fit: {faster[0].describe()} ({faster[0].missing})"
+    yield from _about_memory(prediction, rejected)
+
+
+def _about_memory(prediction: Prediction, rejected: Sequence[Candidate]) -> Iterator[str]:
+    """Yield what is faster and does not fit: the fastest, and what the least more memory already buys."""
+    worth = [c for c in rejected if c.seconds < prediction.step_time_s * (1 - _WORTH_MEMORY)]
+    if not worth:
+        return
+    fastest, nearest = worth[0], min(worth, key=lambda candidate: candidate.bound.missing_bytes)
+    yield f"would be faster but does not fit: {fastest.describe()} ({fastest.missing})"
+    if nearest.bound.missing_bytes < fastest.bound.missing_bytes:
+        saved = 1 - nearest.seconds / prediction.step_time_s
+        more = format_bytes(nearest.bound.missing_bytes)
+        yield f"{more} more memory already saves up to {saved:.1%} of a step: {nearest.describe()}"
+
+
+def about_guarantee(guarantee: Guarantee) -> str:
+    """Return how far the answer can be from the best of all plans."""
+    if guarantee.is_optimal:
+        found = f"the best of {guarantee.num_plans:,} plans: no other is faster by more than {ALIKE:.2%}"
+    else:
+        found = f"within {guarantee.within:.1%} of the best of {guarantee.num_plans:,} plans"
+    return f"{found} ({guarantee.num_bounded:,} bounded one by one, {guarantee.num_simulated:,} simulated)"
 
 
 def about_host_memory(planned: PlannedRun) -> Iterator[str]:

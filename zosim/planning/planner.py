@@ -1,40 +1,49 @@
 """Which placement to use: every plan that computes the same thing, the ones that fit, the fastest of them.
 
-A lower bound of every candidate is known and says exactly what memory it takes; candidates are then lowered and
-simulated in the order of their bounds until no bound is left that could change the answer. The answer says what was
-chosen and why, what came second, and what does not fit for want of how much memory.
+A shape of the space has a lower bound, of its forwards alone; a plan one that says exactly what memory it takes. The
+search looks at what has the least bound first, lowers and simulates the plans that could be the answer, and ends when no
+bound is left that could change it. The answer says what was chosen and why, how far it can be from the best, what came
+second, and what does not fit for want of how much memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import count, islice
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, le
 
 from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.disks import fewest_on_disk, may_use_disks
-from zosim.planning.explain import ALIKE, about_split_points, reasons
+from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import PlannedRun, Prediction
 from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
-from zosim.planning.space import placements, too_few_ranks
+from zosim.planning.space import Shape, check, too_few_ranks
 from zosim.planning.split_options import sparsest_near_the_middle
-from zosim.planning.staging import staged_plans
-from zosim.plans import INSIDE, Plan
+from zosim.planning.split_search import Costs, in_chunks
+from zosim.planning.variants import Variants, chunks, placements, shapes
+from zosim.plans import AXES, INSIDE, Mesh, Plan, Residency, fields_of
+from zosim.program.validate_set import validate_set
 from zosim.simulators.assembly import without_garbage_collection
 
-__all__ = ["Candidate", "Decision", "Request", "candidates", "choose", "placements"]
+__all__ = ["Candidate", "Decision", "Guarantee", "Request", "candidates", "choose", "placements"]
 
-# Logits of so many tokens are small beside a block, and long enough for a product.
-_LOSS_CHUNK_TOKENS = 512
 # Step times that agree in so many digits are equal: sums in another order must not decide.
 _SIGNIFICANT_DIGITS = 6
+_EQUAL = 10.0**-_SIGNIFICANT_DIGITS
 # A second that takes longer than this is not simulated: its bound says enough.
 _WORTH_A_LOOK = 1.1
+# Simulations to find the best, where bounds leave much open, and the second.
+_MOST_SIMULATED, _MOST_FOR_SECOND = 24, 1
+# Other meshes whose best plan is bounded, to be told of.
+_NUM_RIVALS = 3
 _IN_ORDER = attrgetter("sort_key")
 
 
@@ -72,22 +81,79 @@ class Candidate:
         """What does not fit and by how much; empty if everything does."""
         return self.bound.missing
 
-    @property
-    def sort_key(self) -> tuple[float, int, int, int, int]:
-        """Faster first; of two that are as fast, the one that needs less: ranks, hosts, instructions, memory."""
+    @cached_property
+    def sort_key(self) -> tuple[float, int, int, int, int, int]:
+        """Faster first; of two that are as fast, the one that needs less: ranks, hosts, unusual values, instructions, memory."""
         seconds = float(f"{self.seconds:.{_SIGNIFICANT_DIGITS}g}")
         placement = self.plan.placement
         return (
             seconds,
             placement.world_size,
             len(placement.ranks_by_host),
+            num_unusual(self.plan),
             self.bound.num_instructions,
             self.footprints.largest.device_bytes * placement.world_size + self.footprints.fullest.size_bytes,
+        )
+
+    @property
+    def costs(self) -> tuple[float, int, int, float]:
+        """What a step takes: seconds, bytes of the fullest device and of the fullest host, and seconds of devices, which are money."""
+        seconds = float(f"{self.seconds:.{_SIGNIFICANT_DIGITS}g}")
+        taken = self.footprints
+        return (
+            seconds,
+            taken.largest.device_bytes,
+            taken.fullest.size_bytes,
+            seconds * len(set(self.plan.placement.devices)),
         )
 
     def describe(self) -> str:
         """Return the plan in a few words."""
         return self.plan.describe()
+
+
+def num_unusual(plan: Plan) -> int:
+    """Return how many fields that the planner chooses are not at their defaults, apart from mesh and split points."""
+    return sum(
+        getattr(axis, field.name) != field.default
+        for name, axis in plan.axes.items()
+        for field in fields_of(AXES[name]).values()
+        if field.setting.planned and name not in ("mesh", "split")
+    )
+
+
+def pareto_front(listed: Iterable[Candidate]) -> list[Candidate]:
+    """Return the candidates of which no other takes less of one cost and no more of any, the fastest first."""
+    front: list[Candidate] = []
+    for candidate in sorted(listed, key=_IN_ORDER):
+        if not any(all(map(le, other.costs, candidate.costs)) for other in front):
+            front.append(candidate)
+    return front
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """How far the answer can be from the best of all plans that were looked at.
+
+    Attributes
+    ----------
+    num_plans : int
+        Shapes times what they leave open.
+    num_bounded, num_simulated : int
+    within : float
+        Part of the step time that any other plan can save at most, by the lower bounds of what was not simulated; 0 where
+        none can be faster.
+    """
+
+    num_plans: int
+    num_bounded: int
+    num_simulated: int
+    within: float
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no plan is faster by more than what is called as fast."""
+        return self.within <= ALIKE
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,20 +164,22 @@ class Decision:
     ----------
     chosen : Candidate
     others : tuple of Candidate
-        That fit, best first; those beyond the second may never have been simulated.
+        That fit and were bounded, best first; those beyond the second may never have been simulated.
     rejected : tuple of Candidate
-        That do not fit, fastest first.
+        That do not fit and were bounded, fastest first: all that could be faster than the chosen one.
     printed_split_points : tuple of str
         Where SparQ's own rule would split for as many stages, if densities are known.
-    notes : tuple of str
-        What the request left open and was filled in before the search, such as the format of the weights.
+    guarantee : Guarantee
+    request : Request
+        With notes of what it left open and was filled in before the search, such as the format of the weights.
     """
 
     chosen: Candidate
     others: tuple[Candidate, ...]
     rejected: tuple[Candidate, ...]
+    guarantee: Guarantee
+    request: Request
     printed_split_points: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         plan, footprint = self.chosen.plan, self.chosen.footprints.largest
@@ -132,6 +200,11 @@ class Decision:
         """The plan that was chosen."""
         return self.chosen.plan
 
+    @cached_property
+    def front(self) -> tuple[Candidate, ...]:
+        """The Pareto front of all plans that fit (:func:`front`)."""
+        return front(self.request)
+
     @property
     def prediction(self) -> Prediction:
         """What it is predicted to do."""
@@ -140,8 +213,15 @@ class Decision:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this one: what was filled in, what limits it, what came second, and what a larger memory would buy."""
-        why = reasons(self.chosen, self.prediction, self.others, self.rejected)
-        return (*self.notes, *why, *about_split_points(self.chosen, self.others, self.printed_split_points))
+        why = (
+            *reasons(self.chosen, self.prediction, self.others, self.rejected),
+            about_guarantee(self.guarantee),
+        )
+        return (
+            *self.request.notes,
+            *why,
+            *about_split_points(self.chosen, self.others, self.printed_split_points),
+        )
 
 
 @without_garbage_collection()
@@ -155,113 +235,299 @@ def choose(request: Request) -> Decision:
     PlanError
         If the request contradicts itself.
     """
-    bounds = Bounds(request)
-    fitting, rejected = _parted(_bounded(request, bounds, placements(request)))
-    ranked = _simulate_survivors(fitting) if fitting else []
-    if request.seeks_stages:
-        # Stages are worth a look only where their bounds undercut what is known without.
-        fastest_s = ranked[0].seconds if ranked else inf
-        try:
-            staged, too_large = _parted(_bounded(request, bounds, staged_plans(request, fastest_s)))
-        except PlanError:
-            if not (ranked or rejected):
-                raise
-            staged, too_large = [], []  # what is asked for does not go with stages
-        # Those that were simulated already stay so, and the new ones have to undercut them.
-        ranked = _simulate_survivors(sorted((*ranked, *staged), key=_IN_ORDER)) if staged else ranked
-        rejected = sorted((*rejected, *too_large), key=_IN_ORDER)
-    if not ranked and not rejected:
-        raise too_few_ranks(request)
-    if not ranked:
-        raise _nothing_fits(request, rejected)
-    best, *others = ranked
+    search = _Search(request)
+    search.run()
+    if not search.simulated:
+        raise _nothing_fits(request, search.rejected)
+    best, others = search.ranked()
+    validate_set(best.planned.programs)
     # For comparison: where the paper would split for as many stages.
     inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
     printed_split_points = sparsest_near_the_middle(
         inside, request.split_options.densities, best.plan.num_stages
     )
-    return Decision(best, tuple(others), tuple(rejected), printed_split_points, request.notes)
-
-
-def _parted(listed: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Return those that fit and those that do not, the fastest first."""
-    ordered = sorted(listed, key=_IN_ORDER)
-    return [c for c in ordered if not c.missing], [c for c in ordered if c.missing]
+    rejected = tuple(sorted(search.rejected, key=_IN_ORDER))
+    return Decision(best, others, rejected, search.guarantee(best), request, printed_split_points)
 
 
 def candidates(request: Request) -> list[Candidate]:
-    """Return every plan that :func:`choose` may choose from with its bound, none simulated: those that fit first, the fastest first.
+    """Return plans with their bounds, none simulated: those that fit first, the fastest first.
+
+    The first is the plan of the least bound that fits. All that do not fit and have a lesser one are among them, and where
+    nothing fits every plan.
 
     Raises
     ------
     PlanError
         If the request contradicts itself.
     """
-    bounds = Bounds(request)
-    listed = list(_bounded(request, bounds, placements(request)))
-    if request.seeks_stages:
-        fastest_s = min((candidate.seconds for candidate in listed if not candidate.missing), default=inf)
-        try:
-            listed += _bounded(request, bounds, staged_plans(request, fastest_s))
-        except PlanError:
-            if not listed:
-                raise
+    search = _Search(request)
+    search.run(num_simulated=0)
+    listed = (*search.waiting, *search.rejected)
     return sorted(listed, key=lambda candidate: (bool(candidate.missing), candidate.sort_key))
 
 
-def _bounded(request: Request, bounds: Bounds, plans: Iterable[Plan]) -> Iterator[Candidate]:
-    is_open = "loss_chunk_tokens" not in request.config.forward.model_fields_set
-    for plan in plans:
-        whole = _candidate(request, bounds, plan)
-        yield whole
-        # Chunks cost launches, so they are tried only where the logits are what does not fit, and shown only where they help.
-        if whole.missing and is_open and plan.tokens_per_step > _LOSS_CHUNK_TOKENS:
-            forward = plan.forward.model_copy(update={"loss_chunk_tokens": _LOSS_CHUNK_TOKENS})
-            chunked = _candidate(request, bounds, plan.model_copy(update={"forward": forward}))
-            if not chunked.missing:
-                yield chunked
-        yield from _with_disks(request, bounds, plan)
+@without_garbage_collection()
+def front(request: Request) -> tuple[Candidate, ...]:
+    """Return the Pareto front of all plans that fit: of step time, device memory, host memory and money, the fastest first.
 
+    Money is proportional to devices times seconds on one machine. Times are simulated for as many as a reader looks at, and bounds
+    beyond.
 
-def _with_disks(request: Request, bounds: Bounds, plan: Plan) -> Iterator[Candidate]:
-    """Yield a plan with blocks on drives where host memory lacks space for all, as few as can be."""
-    if may_use_disks(request, plan) and (plan.uses_disks or bounds.of(plan).lacks_host):
-        few = fewest_on_disk(plan, lambda spilled: not bounds.of(spilled).lacks_host)
-        if few is not None:
-            yield _candidate(request, bounds, few)
-
-
-def _candidate(request: Request, bounds: Bounds, plan: Plan) -> Candidate:
-    bound, hardware = bounds.of(plan), request.hardware
-    planned = PlannedRun(plan, hardware.topology, hardware.profile, profiles=hardware.profiles)
-    return Candidate(planned, bound, bound.seconds)
-
-
-def _simulate_survivors(fitting: list[Candidate]) -> list[Candidate]:
-    """Simulate in the order of the bounds until none that is left can be the best, or a second worth a look, and rank."""
-    simulated = [candidate for candidate in fitting if candidate.is_simulated]
-    waiting = [candidate for candidate in fitting if not candidate.is_simulated]
-    # In the order of bounds, so the first that cannot win ends the search.
-    while waiting and waiting[0].seconds < _enough_s([candidate.seconds for candidate in simulated]):
-        candidate = waiting.pop(0)
-        seconds = candidate.planned.step_time_s
-        simulated.append(replace(candidate, seconds=seconds, is_simulated=True))
-    best = min(simulated, key=_IN_ORDER)
-    others = [candidate for candidate in (*simulated, *waiting) if candidate is not best]
-    return [best, *sorted(others, key=_IN_ORDER)]
-
-
-def _enough_s(times: list[float]) -> float:
-    """Return the bound from which on no candidate needs a simulation.
-
-    A plan whose bound is not below the best by :data:`ALIKE` cannot be the answer. It can be the second one, as long as its
-    bound is below the second best and below :data:`_WORTH_A_LOOK` times the best.
+    Raises
+    ------
+    PlanError
+        If the request contradicts itself.
     """
-    if not times:
-        return inf
-    # The best decides what can win, the second what is worth showing.
-    best, *rest = sorted(times)
-    return max(best, min(rest[0] if rest else inf, best * _WORTH_A_LOOK)) * (1 - ALIKE)
+    listed = pareto_front(candidate for candidate in _Search(request).every() if not candidate.missing)
+    shown = [
+        replace(candidate, seconds=candidate.planned.step_time_s, is_simulated=True)
+        for candidate in listed[:_MOST_SIMULATED]
+    ]
+    return tuple(pareto_front((*shown, *listed[_MOST_SIMULATED:])))
+
+
+@dataclass(order=True)
+class _Node:
+    """Something with a lower bound: a shape, a plan that a relaxed one bounds, or a candidate."""
+
+    key: tuple[object, ...]
+    shape: Shape | None = field(default=None, compare=False)
+    candidate: Candidate | None = field(default=None, compare=False)
+    plan: Plan | None = field(default=None, compare=False)
+    restrictions: _Restrictions | None = field(default=None, compare=False)
+    number: int = field(default=0, compare=False)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of a step, at least."""
+        return self.key[0]  # type: ignore[return-value]
+
+
+class _Restrictions:
+    """The plans of a shape, by number, and those that each one relaxes."""
+
+    def __init__(self, plans: list[Plan], relaxed: list[int | None]) -> None:
+        self.plans = plans
+        self.of: dict[int | None, list[int]] = {}
+        for number, before in enumerate(relaxed):
+            self.of.setdefault(before, []).append(number)
+
+    def num_under(self, number: int | None) -> int:
+        """Return how many plans are restrictions of one, directly or not."""
+        direct = self.of.get(number, [])
+        return len(direct) + sum(map(self.num_under, direct))
+
+
+class _Search:
+    """A search that looks first at what has the least bound."""
+
+    def __init__(self, request: Request) -> None:
+        check(request)
+        self.simulated: list[Candidate] = []
+        self.rejected: list[Candidate] = []
+        self._request = request
+        costs = Costs(request.config.spec, request.split_options)
+        self._bounds = Bounds(request, costs.paths)
+        self._variants = Variants(request)
+        self._heap: list[_Node] = []
+        self._order = count()
+        self._num_plans = 0
+        try:
+            for shape in shapes(request, costs):
+                self._push(shape.least_s, shape=shape)
+                self._num_plans += len(self._variants.of(shape))
+        except PlanError:
+            if not self._num_plans:
+                raise  # else what is asked for does not go with stages
+        if not self._num_plans:
+            raise self._variants.contradiction or too_few_ranks(request)
+
+    @property
+    def waiting(self) -> list[Candidate]:
+        """Candidates that fit and were not simulated."""
+        return [node.candidate for node in self._heap if node.candidate is not None]
+
+    def run(self, num_simulated: int = _MOST_SIMULATED) -> None:
+        """Look at plans until no bound is left that could change the answer, or so many were simulated."""
+        while self._heap and self._heap[0].bound_s < self._enough_s():
+            if self._heap[0].candidate is not None and len(self.simulated) >= num_simulated:
+                break
+            node = heappop(self._heap)
+            if node.candidate is not None:
+                self._simulate(node.candidate)
+            elif node.shape is not None:
+                self._open(node.shape)
+            else:
+                self._bound(node)
+        if num_simulated and self.simulated:
+            self._look_at_rivals()
+            self._simulate_plainer()
+            self._simulate_second()
+        if not self.simulated and not self.rejected and not self._heap:
+            raise self._variants.contradiction or too_few_ranks(self._request)
+
+    def every(self) -> Iterator[Candidate]:
+        """Yield every plan with its bound, those that take their loss in chunks where that saves memory or time."""
+        for node in self._heap:
+            assert node.shape is not None
+            for plan in self._variants.plans(node.shape):
+                yield self._candidate(plan)
+                # The smallest chunk saves as much memory as any.
+                yield from (self._candidate(in_chunks(plan, n)) for n in chunks(self._request, plan)[:1])
+
+    def ranked(self) -> tuple[Candidate, tuple[Candidate, ...]]:
+        """Return the best of those simulated, and all others that fit in their order.
+
+        Of those as fast as the fastest the best is the one that needs least, and is the plainest.
+        """
+        fastest_s = min(candidate.seconds for candidate in self.simulated)
+        as_fast = [c for c in self.simulated if c.seconds <= fastest_s * (1 + ALIKE)]
+        best = min(as_fast, key=lambda c: c.sort_key[1:])
+        others = [c for c in (*self.simulated, *self.waiting) if c is not best]
+        return best, tuple(sorted(others, key=_IN_ORDER))
+
+    def guarantee(self, best: Candidate) -> Guarantee:
+        """Return how far the best can be from what was not simulated."""
+        least_s = min((node.bound_s for node in self._heap), default=inf)
+        least_s = min(least_s, *(candidate.seconds for candidate in self.simulated))
+        num_bounded = len(self.simulated) + len(self.waiting) + len(self.rejected)
+        return Guarantee(
+            max(self._num_plans, num_bounded),
+            num_bounded,
+            len(self.simulated),
+            max(0.0, 1 - least_s / best.seconds),
+        )
+
+    def _enough_s(self) -> float:
+        """Return the bound from which on nothing can be the answer."""
+        return min((candidate.seconds for candidate in self.simulated), default=inf) * (1 - _EQUAL)
+
+    def _push(self, bound_s: float, **what: object) -> None:
+        # Of equal bounds candidates come first: what they relax is then known to be no better.
+        candidate = what.get("candidate")
+        key = (0, *candidate.sort_key) if isinstance(candidate, Candidate) else (1,)
+        heappush(self._heap, _Node((bound_s, *key, next(self._order)), **what))  # type: ignore[arg-type]
+
+    def _open(self, shape: Shape) -> None:
+        """Look at the plans of a shape that no other relaxes."""
+        plans = self._variants.plans(shape)
+        if plans:
+            restrictions = _Restrictions(plans, [variant.relaxed for variant in self._variants.of(shape)])
+            self._push_restrictions(restrictions, None, shape.least_s)
+
+    def _push_restrictions(self, restrictions: _Restrictions, number: int | None, bound_s: float) -> None:
+        for restriction in restrictions.of.get(number, ()):
+            plan = restrictions.plans[restriction]
+            self._push(bound_s, plan=plan, restrictions=restrictions, number=restriction)
+
+    def _bound(self, node: _Node) -> None:
+        """Bound a plan, with the loss at once or in chunks, and go on with those that it relaxes."""
+        assert node.plan is not None
+        assert node.restrictions is not None
+        whole = self._candidate(node.plan)
+        chunked = {n: in_chunks(node.plan, n) for n in chunks(self._request, node.plan)}
+        loss_s = {n: self._bounds.loss_s(plan) for n, plan in chunked.items()}
+        # The fewest launches among those that take as long.
+        in_order = sorted(chunked, key=lambda num_tokens: (loss_s[num_tokens], -num_tokens))
+        num_forwards = whole.plan.mesh.most_eval_points(whole.plan.estimator.num_eval_points)
+        saved_s = num_forwards * (self._bounds.loss_s(whole.plan) - loss_s[in_order[0]]) if chunked else 0.0
+        in_chunks_too = self._in_chunks(whole, chunked, in_order, saved_s)
+        for candidate in (whole, *in_chunks_too, *self._with_disks(whole)):
+            if candidate.missing:
+                self.rejected.append(candidate)
+            else:
+                self._push(candidate.seconds, candidate=candidate)
+        if whole.missing:
+            # What waits for more is never faster: it is looked at only where that saves memory which lacks.
+            least_s = max(node.bound_s, whole.seconds - max(0.0, saved_s))
+            self._push_restrictions(node.restrictions, node.number, least_s)
+
+    def _in_chunks(
+        self, whole: Candidate, chunked: dict[int, Plan], in_order: list[int], saved_s: float
+    ) -> Iterator[Candidate]:
+        """Yield the fastest plan that takes its loss in chunks, where that is faster, or the only way to fit."""
+        # Where not even the smallest chunk fits, logits are not what takes the memory.
+        is_short = bool(whole.missing and chunked) and not self._candidate(chunked[min(chunked)]).missing
+        if is_short or (saved_s > ALIKE * whole.seconds and not whole.missing):
+            made = (self._candidate(chunked[num_tokens]) for num_tokens in in_order)
+            yield from islice((candidate for candidate in made if not candidate.missing), 1)
+
+    def _with_disks(self, whole: Candidate) -> Iterator[Candidate]:
+        """Yield a plan with blocks on drives where host memory lacks space for all, as few as can be."""
+        plan = whole.plan
+        if may_use_disks(self._request, plan) and (plan.uses_disks or whole.bound.lacks_host):
+            few = fewest_on_disk(plan, lambda spilled: not self._bounds.of(spilled).lacks_host)
+            if few is not None:
+                yield self._candidate(few)
+
+    def _candidate(self, plan: Plan) -> Candidate:
+        bound, hardware = self._bounds.of(plan), self._request.hardware
+        planned = PlannedRun(
+            plan, hardware.topology, hardware.profile, profiles=hardware.profiles, is_validated=False
+        )
+        return Candidate(planned, bound, bound.seconds)
+
+    def _simulate(self, candidate: Candidate) -> None:
+        seconds = candidate.planned.step_time_s
+        self.simulated.append(replace(candidate, seconds=seconds, is_simulated=True))
+
+    def _take(self, wanted: Iterable[Candidate]) -> None:
+        """Simulate waiting candidates."""
+        taken = {id(candidate) for candidate in wanted}
+        for node in [node for node in self._heap if id(node.candidate) in taken]:
+            self._heap.remove(node)
+            assert node.candidate is not None
+            self._simulate(node.candidate)
+        self._heap.sort()
+
+    def _simulate_plainer(self) -> None:
+        """Simulate what is plainer than the best and perhaps as fast."""
+        best, _ = self.ranked()
+        plan = best.plan
+        usual = plan.residency.model_copy(update={"num_staging_buffers": Residency().num_staging_buffers})
+        if plan.is_offloaded and self._request.config.residency.given("num_staging_buffers") is None:
+            fewer = self._candidate(plan.model_copy(update={"residency": usual}))
+            if not fewer.missing:
+                self._push(fewer.seconds, candidate=fewer)
+        rivals = [
+            candidate
+            for candidate in self.waiting
+            if candidate.seconds <= best.seconds * (1 + ALIKE) and candidate.sort_key[1:] < best.sort_key[1:]
+        ]
+        self._take(sorted(rivals, key=lambda candidate: candidate.sort_key[1:])[:1])
+
+    def _simulate_second(self) -> None:
+        """Simulate what is perhaps the second, as long as it is worth a look."""
+        for _ in range(_MOST_FOR_SECOND):
+            first_s, *rest = sorted(candidate.seconds for candidate in self.simulated)
+            second = min(self.waiting, key=_IN_ORDER, default=None)
+            if second is None or second.seconds >= min(rest[0] if rest else inf, first_s * _WORTH_A_LOOK):
+                return
+            self._take([second])
+
+    def _look_at_rivals(self) -> None:
+        """Bound a plan of one device, of the next meshes and of the next stages, to be told of."""
+        known = {candidate.plan.mesh for candidate in (*self.simulated, *self.waiting)}
+        plans: dict[Mesh, list[Plan]] = {}
+        for node in sorted(node for node in self._heap if node.candidate is None):
+            mesh = node.shape.mesh if node.shape is not None else node.plan.mesh  # type: ignore[union-attr]
+            if mesh in known:
+                continue
+            if node.shape is None:
+                plans.setdefault(mesh, []).append(node.plan)  # type: ignore[arg-type]
+            elif mesh not in plans:
+                # The plainest with blocks that stay, or else that move.
+                plain = {plan.is_offloaded: plan for plan in reversed(self._variants.plans(node.shape))}
+                plans[mesh] = list(reversed(plain.values()))
+        listed = list(plans)
+        shown = listed[:_NUM_RIVALS]
+        shown += [mesh for mesh in listed if mesh.world_size == 1 and mesh not in shown]
+        shown += [mesh for mesh in listed if mesh.is_staged and not any(each.is_staged for each in shown)][:1]
+        for mesh in shown:
+            made = map(self._candidate, sorted(plans[mesh], key=num_unusual)[:_NUM_RIVALS])
+            for candidate in islice((candidate for candidate in made if not candidate.missing), 1):
+                self._push(candidate.seconds, candidate=candidate)
 
 
 def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:

@@ -127,6 +127,8 @@ class PlannedRun:
         copies of all. In runs every rank is a process.
     simulator : {"lockstep", "simpy"}
         See :data:`~zosim.simulators.Simulator`.
+    is_validated : bool
+        Whether the validator judges the programs; off where many plans are compared, of which the chosen one is judged.
     """
 
     plan: Plan
@@ -136,6 +138,7 @@ class PlannedRun:
     profiles: Profiles | None = None
     one_process: bool = False
     simulator: Simulator = "lockstep"
+    is_validated: bool = True
 
     def __repr__(self) -> str:
         return f"PlannedRun({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
@@ -147,7 +150,7 @@ class PlannedRun:
 
     @cached_property
     def programs(self) -> ProgramSet:
-        """The programs of all ranks, validated.
+        """The programs of all ranks, validated unless that is left to others.
 
         Raises
         ------
@@ -161,7 +164,8 @@ class PlannedRun:
                 f"{self.plan.placement.world_size}"
             )
             raise ProgramError(message, hint="lower this plan with `zosim lower`, and edit that")
-        validate_set(programs)
+        if self.is_validated:
+            validate_set(programs)
         return programs
 
     @property

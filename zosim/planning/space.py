@@ -1,41 +1,18 @@
-"""Which plans the planner looks at: meshes, the devices that they lie on, and where blocks live.
-
-Examples
---------
-Where blocks may live, and when they are updated, of OPT-125M on one GPU without loss:
-
->>> from costmodel import read_model_spec
->>> from costmodel.devices.datasheet import datasheet_profile
->>> from topology import load_preset
->>> topology = load_preset("a100-80gb-milan")
->>> from zosim.config import PlanConfig
->>> from zosim.planning.request import Hardware, Request
->>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
->>> request = Request(PlanConfig(model=read_model_spec("opt-125m"), seq=16), hardware)
->>> for plan in placements(request):
-...     print(plan.describe())
-mezo, blockwise
-mezo+delayed, blockwise
-mezo, full pass
-zo2, 1 staging buffer
-zo2, 2 staging buffers
-zo2, 3 staging buffers
-"""
+"""Shapes that the planner looks at: meshes, the devices that they lie on, and where the model is split."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
-from math import ceil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, inf
 from typing import Literal, get_args
 
-from costmodel.formats import FORMATS, TransferFormat
 from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
 from topology.validation import readable
 from zosim.hardware.machines import machines_for
 from zosim.planning.request import Blocks, Request, profiles_of
-from zosim.planning.split_search import Costs, PlacedPipeline, splits
+from zosim.planning.split_search import Costs, PlacedPipeline, Ranking
 from zosim.plans import (
     Estimator,
     Mesh,
@@ -43,7 +20,6 @@ from zosim.plans import (
     Plan,
     Residency,
     Split,
-    TransferDType,
     Weights,
     in_options,
     naming_options,
@@ -52,84 +28,74 @@ from zosim.plans import (
 Transfers = Literal["private", "shared", "sliced"]
 AxisValues = Mapping[str, Mapping[str, object]]
 """Values of fields, by axis and name."""
-_STAGING_BUFFERS = (1, 2, 3)
-_QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
-    {"weights": "int8", "activations": "int8-token"},
-    {"weights": "int4", "scales": "group"},
-)
-"""What linear layers are tried in: int8 by integer kernels, and as few bits as models are usually given in."""
 # Up to here every number of ranks is tried, beyond only those that fill one host or whole hosts.
 _FEW_RANKS = 16
+FOR_WEIGHTS = 0.9
+"""Part of a device's memory that the weights of a stage may take, beside activations and perturbations."""
 # With more hosts, ranks are not spread over more of them than they need.
 _FEW_HOSTS = 4
 
 
-def placements(request: Request) -> Iterator[Plan]:
-    """Yield every plan that the request admits, those of few ranks first.
+@dataclass(frozen=True)
+class Shape:
+    """Ranks, the devices that they are on, and where the model is split.
 
-    All of them compute the same losses and updates; where the batch is shared out, the losses are sums in another order.
-    Plans with a narrower transfer format, a codec or weights in few bits compute others, and are yielded only if loss is
-    allowed. Plans of several stages are among them if the request names their mesh. :mod:`zosim.planning.staging` finds the
-    meshes worth a look.
-
-    Raises
-    ------
-    PlanError
-        If there is none.
+    Attributes
+    ----------
+    least_s : float
+        What forwards and messages alone take in a step, of any plan of the shape.
     """
-    check(request)
-    is_any = False
-    for plan in plans_of(request, _shapes(request)):
-        is_any = True
-        yield plan
-    if not is_any and not request.seeks_stages:
-        raise too_few_ranks(request)
+
+    mesh: Mesh
+    placement: Placement
+    model: ModelSpec
+    split: Split
+    least_s: float = 0.0
 
 
-def _shapes(request: Request) -> Iterator[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]:
-    """Yield the meshes that the request admits on the devices that they can lie on, those of several stages with each split point."""
-    costs = Costs(request.config.spec, request.split_options)
+def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[Shape]:
+    """Yield the shapes of one stage, or of the mesh that the request names.
+
+    Parameters
+    ----------
+    request : Request
+    costs : Costs
+    is_bounded : bool
+        Whether forwards take in all plans what they take in the plainest.
+    """
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
-            split_points: Iterable[tuple[ModelSpec, Split]] = [(request.config.spec, Split())]
             if mesh.stage > 1:
-                split_points = splits(pipeline_of(request, mesh, placement), request.split_options, costs)
-            yield from ((mesh, placement, split_point) for split_point in split_points)
+                ranking = Ranking(pipeline_of(request, mesh, placement, costs), request.split_options, costs)
+                yield from split_shapes(request, mesh, placement, ranking)
+            else:
+                least_s = _forwards_s(request, costs, mesh, placement) if is_bounded else 0.0
+                yield Shape(mesh, placement, request.config.spec, Split(), least_s)
 
 
-def plans_of(
-    request: Request, shapes: Iterable[tuple[Mesh, Placement, tuple[ModelSpec, Split]]]
-) -> Iterator[Plan]:
-    """Yield every plan of these meshes, devices and split points that the request admits, each once.
+def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[Shape]:
+    """Yield a mesh of several stages with each of the split points that are worth a look."""
+    limit_bytes = FOR_WEIGHTS * min(map(request.device_limit_bytes, placement.devices))
+    splits: dict[Split, tuple[str, ...]] = {}
+    for split_points in ranking.best(limit_bytes):
+        splits.setdefault(ranking.split(split_points), split_points)
+    for split, split_points in splits.items():
+        model = request.split_options.split(request.config.spec, split_points)
+        yield Shape(mesh, placement, model, split, ranking.least_s(split_points))
 
-    Raises
-    ------
-    PlanError
-        If all of them contradict the request.
-    """
-    seen: set[str] = set()
-    # A combination that contradicts itself is none; only if all do, the request does.
-    contradiction: PlanError | None = None
-    for mesh, placement, split_point in shapes:
-        points = _points(request, mesh, placement)
-        for point, sampled, quantized in product(
-            points, _perturbation_axes(request), _quant_configs(request, mesh)
-        ):
-            try:
-                plan = _plan(request, split_point, mesh, placement, {**point, **sampled, **quantized})
-            except PlanError as error:
-                contradiction = contradiction or error  # that of the plainest plan
-                continue
-            chosen = (
-                plan.residency, plan.schedule, plan.perturbations, plan.weights, plan.forward, plan.low_bits
-            )  # fmt: skip
-            # Fields that the request fixes make several points one plan.
-            key = repr((mesh, placement, split_point[1], chosen))
-            if key not in seen:
-                seen.add(key)
-                yield plan
-    if contradiction is not None and not seen:
-        raise contradiction
+
+def _forwards_s(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> float:
+    """Return the seconds of the forwards of the fullest rank, on the fastest of the devices."""
+    topology = request.hardware.topology
+    firsts = {topology.device_spec(device).id: device for device in reversed(placement.devices)}
+    least_s = inf
+    for device in firsts.values():
+        if device not in costs.alone:
+            one = Placement(topology=placement.topology, devices=(device,))
+            costs.alone[device] = pipeline_of(request, mesh, one, costs)
+        pipeline = replace(costs.alone[device], mesh=mesh)
+        least_s = min(least_s, pipeline.num_eval_points * float(costs.seconds(pipeline).forward.sum()))
+    return least_s
 
 
 def check(request: Request) -> None:
@@ -181,7 +147,9 @@ def shares(request: Request, *, stage: int) -> Iterator[Mesh]:
                 yield Mesh(data=data, perturb=perturb, stage=stage)
 
 
-def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPipeline:
+def pipeline_of(
+    request: Request, mesh: Mesh, placement: Placement, costs: Costs | None = None
+) -> PlacedPipeline:
     """Return what split points are ranked for: the first pipeline of a mesh on its devices."""
     pipeline = placement.model_copy(
         update={"devices": placement.devices[: mesh.stage], "hosts": placement.hosts[: mesh.stage]}
@@ -190,14 +158,14 @@ def pipeline_of(request: Request, mesh: Mesh, placement: Placement) -> PlacedPip
         request.hardware.topology,
         pipeline.devices,
         profiles_of(pipeline, request.hardware.profile, request.hardware.profiles),
-        {"pipeline": (tuple(range(mesh.stage)),)},
+        {"pipeline": (tuple(range(mesh.stage)),)} if mesh.stage > 1 else {},
+        known=None if costs is None else costs.paths,
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = request.config.fixed("estimator", "perturbations", "weights", "forward")
     fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no split point, as its plans say
-    return PlacedPipeline(
-        mesh, machines, _plan(request, (request.config.spec, Split()), Mesh(), alone, {}, fixed)
-    )
+    plain = Shape(Mesh(), alone, request.config.spec, Split())
+    return PlacedPipeline(mesh, machines, plan_on(request, plain, {}, fixed))
 
 
 def layouts(request: Request, num_ranks: int) -> Iterator[Placement]:
@@ -327,15 +295,14 @@ def too_few_ranks(request: Request) -> PlanError:
     )
 
 
-def _plan(
-    request: Request,
-    split_point: tuple[ModelSpec, Split],
-    mesh: Mesh,
-    placement: Placement,
-    point: AxisValues,
-    fixed: AxisValues | None = None,
-) -> Plan:
-    """Return one point as a plan, with the fields that the request fixes."""
+def plan_on(request: Request, shape: Shape, point: AxisValues, fixed: AxisValues | None = None) -> Plan:
+    """Return the plan of a shape and the values of other axes, with the fields that the request fixes.
+
+    Raises
+    ------
+    PlanError
+        If they contradict each other.
+    """
     fixed = request.config.fixed() if fixed is None else fixed
     axes = {axis: {**point.get(axis, {}), **fixed.get(axis, {})} for axis in {**point, **fixed}}
     # A transfer format is about blocks that move.
@@ -345,83 +312,21 @@ def _plan(
         return Plan.model_validate(
             {
                 **axes,
-                "model": split_point[0],
-                "split": split_point[1],
-                "placement": placement,
+                "model": shape.model,
+                "split": shape.split,
+                "placement": shape.placement,
                 "batch": request.config.batch,
                 "seq": request.config.seq,
-                "mesh": mesh,
+                "mesh": shape.mesh,
             }
         )
 
 
-def _points(request: Request, mesh: Mesh, placement: Placement) -> Iterator[AxisValues]:
-    """Yield the values of residency and schedule that the request leaves open."""
-    allowed = request.config.residency.given("blocks")
-    if "resident" in request.blocks and allowed in (None, "resident"):
-        for update in ("immediate", "delayed"):
-            yield {"schedule": {"update": update}}
-        # More draws, but stages begin with the first point sooner.
-        yield {"schedule": {"traversal": "full"}}
-    if "offloaded" in request.blocks and allowed != "resident":
-        # What host memory has no space for goes to a drive, where there is one, block by block.
-        blocks = allowed or "offloaded"
-        shared_by = ("private",) if blocks == "nvme" else _transfers(mesh, placement)
-        for transfer_dtype in _transfer_formats(request):
-            for transfers, num_buffers in product(shared_by, _STAGING_BUFFERS):
-                residency = {
-                    "blocks": blocks,
-                    "num_staging_buffers": num_buffers,
-                    "transfers": transfers,
-                    "transfer_dtype": transfer_dtype,
-                }
-                yield {"residency": residency, "schedule": {"update": "delayed"}}
-                # A tied table stays for the head, whatever becomes of the embedding.
-                if not request.config.spec.tied_head:
-                    yield {
-                        "residency": {**residency, "embedding_and_head": "offloaded"},
-                        "schedule": {"update": "delayed"},
-                    }
-
-
-def _perturbation_axes(request: Request) -> Iterator[AxisValues]:
-    """Yield when perturbations may be drawn: in turn, or ahead by what writes copies of the weights."""
-    yield {}
-    if request.axis(Weights).perturbation == "copies":
-        yield {"perturbations": {"sampled_ahead": True}}
-
-
-def _quant_configs(request: Request, mesh: Mesh) -> Iterator[AxisValues]:
-    """Yield the formats that linear layers may be kept in: as all others, or in few bits where loss is allowed.
-
-    Other lossy choices, codecs between stages and a transfer format that is asked for, are not tried together with quantized values.
-    """
-    yield {}
-    is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None
-    is_plain = mesh.stage == 1 and request.axis(Residency).transfer_dtype is None
-    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.param_groups)
-    if is_open and is_plain and has_linears:
-        for quantized in _QUANT_CONFIGS:
-            yield {"low_bits": quantized}
-
-
-def _transfers(mesh: Mesh, placement: Placement) -> tuple[Transfers, ...]:
+def transfers_on(shape: Shape) -> tuple[Transfers, ...]:
     """Return how ranks can share the host's copies: with several alike on each host in all ways, else by themselves."""
-    if mesh.stage > 1:
+    if shape.mesh.stage > 1:
         return ("private",)
     # Shares are equal, so hosts must have as many ranks each, and more than one.
-    counts = {len(ranks) for ranks in placement.ranks_by_host}
+    counts = {len(ranks) for ranks in shape.placement.ranks_by_host}
     shares = len(counts) == 1 and min(counts) > 1
     return ("private", "shared", "sliced") if shares else ("private",)
-
-
-def _transfer_formats(request: Request) -> Iterator[TransferDType | None]:
-    """Yield the formats of transfers: the one that is fixed, else that of the weights, and if loss is allowed, narrower ones."""
-    fixed, stored = request.axis(Residency).transfer_dtype, request.axis(Weights).dtype
-    yield fixed
-    if request.config.search.allow_lossy and fixed in (None, stored):
-        yield from (
-            dtype
-            for dtype in get_args(TransferFormat)
-            if FORMATS[dtype].element_bytes < FORMATS[stored].element_bytes
-        )

@@ -6,17 +6,19 @@ its part of the perturbations to draw, apply and undo besides. Whatever overlaps
     ``max(max_s u_s + K f_s, F + X + (K - 1) max_s f_s)``
 
 of ``K`` points, with the seconds ``f_s`` of stage ``s`` for one point, ``F`` their sum, ``u_s`` what it does once, and
-``X`` the messages of one point. Split points are the cheapest by this bound: the cheapest split points up to each place in the model are
-known from the cheapest up to the places before it.
+``X`` the messages of one point. Split points are the cheapest by this bound, and of those that are as cheap the ones whose
+fullest stage is the least full: the cheapest split points up to each place in the model are known from the cheapest up to
+the places before it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,18 +40,24 @@ from costmodel.formats.codecs import (
     message_bytes,
 )
 from costmodel.formats.symbols import SymbolStatistics, boundary_statistics
-from costmodel.models.model_spec import BACK, FRONT, ModelSpec, block_index, block_segment
+from costmodel.models.model_spec import BACK, FRONT, HEAD, ModelSpec, block_index, block_segment
 from zosim.hardware.machine import Hop, Machine
+from zosim.hardware.machines import KnownPaths
 from zosim.lowering import unordered
 from zosim.lowering.perturbations import num_sampled, passing_work
+from zosim.lowering.schedule import StepWriter
 from zosim.planning.split_options import SplitOptions, sparsest_near_the_middle
-from zosim.plans import INSIDE, Mesh, Plan, Split, last_before
+from zosim.plans import INSIDE, ForwardPass, Mesh, Plan, Split, fields_of, last_before
 from zosim.program.instructions import Stream
 from zosim.program.operations import Recv, Send
 from zosim.simulators.shortening import shortened, shortest
 
 # Split points of each kind (inside blocks, between them) that are worth a simulation, where there is one split point.
 _NUM_TRIED = 2
+LOSS_CHUNKS: tuple[int, ...] = fields_of(ForwardPass)["loss_chunk_tokens"].tried
+"""Numbers of tokens that a loss is tried to be taken of at a time, the smallest first."""
+# Bounds that differ by less, relative, are one.
+_SAME = 1e-9
 
 Seconds = NDArray[np.float64]
 
@@ -99,12 +107,21 @@ class SegmentSeconds:
     weight_bytes: Seconds
 
 
+def in_chunks(plan: Plan, num_tokens: int) -> Plan:
+    """Return a plan whose loss is taken of so many tokens at a time."""
+    forward = plan.forward.model_copy(update={"loss_chunk_tokens": num_tokens})
+    return plan.model_copy(update={"forward": forward})
+
+
 class Costs:
     """Seconds of a model's segments, worked out once for as many sequences on devices of one kind."""
 
     def __init__(self, model: ModelSpec, split_options: SplitOptions) -> None:
         self.model = model
         self.split_options = split_options
+        self.paths = KnownPaths()
+        self.alone: dict[str, PlacedPipeline] = {}
+        """One rank on each device that was asked about."""
         self._known: dict[Hashable, SegmentSeconds] = {}
 
     @cached_property
@@ -141,7 +158,7 @@ class Costs:
     def _worked_out(self, pipeline: PlacedPipeline) -> SegmentSeconds:
         small = self._small
         plan = pipeline.plan.model_copy(update={"model": small, "batch": pipeline.num_sequences})
-        program, machine = unordered(plan), pipeline.machines[0]
+        program, machine, num_eval_points = unordered(plan), pipeline.machines[0], len(plan.eval_points)
         forward: dict[str, float] = defaultdict(float)
         once: dict[str, float] = defaultdict(float)
         for item in program.step:
@@ -149,9 +166,16 @@ class Costs:
             if item.stream == Stream.COMPUTE:
                 seconds = forward if item.label == "forward" else once
                 seconds[item.segment] += machine.activity(program, item).seconds
+        if plan.forward.loss_chunk_tokens is None:
+            # The loss may be taken in chunks, of which there is a fastest number.
+            chunked = [in_chunks(plan, count) for count in LOSS_CHUNKS if count < plan.tokens_per_step]
+            least_s = min(
+                (estimate(StepWriter(each).loss_work(), machine.profile).seconds for each in chunked),
+                default=inf,
+            )
+            forward[HEAD] = min(forward[HEAD], num_eval_points * least_s)
         # Blocks that were left out are like the last of those that were not.
         like = [_standing_for(segment, small) for segment in self.whole.segments]
-        num_eval_points = len(plan.eval_points)
         sampled = [
             sum(
                 num_sampled(group, plan.perturbations)
@@ -222,19 +246,24 @@ class Ranking:
         self._costs = costs or Costs(pipeline.plan.model, split_options)
         self._known_boundaries: dict[str, tuple[float, float, float]] = {}
 
-    def best(self) -> list[tuple[str, ...]]:
-        """Return the split points worth a simulation: the best inside blocks, the best between them, and SparQ's own choice."""
+    def best(self, limit_bytes: float = np.inf) -> list[tuple[str, ...]]:
+        """Return the split points worth a simulation: those asked for, or the best inside blocks and between them, and SparQ's own choice.
+
+        None of their stages has more bytes of weights, where that is possible.
+        """
+        if self._split_options.split_points:
+            return [self._split_options.split_points]
         num_boundaries = self._pipeline.num_stages - 1
         inside = [name for name in self._costs.names if name.endswith(INSIDE)]
         between = [name for name in self._costs.names if not name.endswith(INSIDE)]
         candidates = [
             split_points
             for names in (between, inside)
-            for split_points in self._best_of(names, num_boundaries)
+            for split_points in self._best_of(names, num_boundaries, limit_bytes)
         ]
         # Several split points may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
         if num_boundaries > 1:
-            candidates += self._best_of(self._costs.names, num_boundaries)
+            candidates += self._best_of(self._costs.names, num_boundaries, limit_bytes)
         candidates.append(
             sparsest_near_the_middle(self._costs.names, self._split_options.densities, num_boundaries + 1)
         )
@@ -251,13 +280,16 @@ class Ranking:
         split_points = self._spread(self._costs.names, self._pipeline.num_stages - 1, limit_bytes)
         return BoundedSplitPoints(split_points, self.bound_s(split_points) if split_points else np.inf)
 
-    def _best_of(self, names: Sequence[str], num_boundaries: int) -> list[tuple[str, ...]]:
+    def _best_of(
+        self, names: Sequence[str], num_boundaries: int, limit_bytes: float
+    ) -> list[tuple[str, ...]]:
         if len(names) < num_boundaries:
             return []
         if num_boundaries == 1:
             alone: list[tuple[str, ...]] = [(name,) for name in names]
-            return sorted(alone, key=self.bound_s)[:_NUM_TRIED]
-        return [self._spread(names, num_boundaries)]
+            fitting = [each for each in alone if self.weight_bytes(each) <= limit_bytes]
+            return sorted(fitting or alone, key=self.bound_s)[:_NUM_TRIED]
+        return [self._spread(names, num_boundaries, limit_bytes) or self._spread(names, num_boundaries)]
 
     def _spread(
         self, names: Sequence[str], num_boundaries: int, limit_bytes: float = np.inf
@@ -281,7 +313,9 @@ class Ranking:
             # Every stage ends behind the one before; a point of the model is entered from a split point.
             seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
             seconds[0] = np.inf
-            chosen = np.argmin(seconds, axis=0)
+            # What the bound does not tell apart, the fullest stage does: it ends last what no other stage waits for.
+            is_cheapest = seconds <= seconds.min(axis=0) * (1 + _SAME)
+            chosen = np.argmin(np.where(is_cheapest, most, np.inf), axis=0)
             at = chosen, np.arange(last + 1)
             # Places that so many split points cannot reach, or only with a stage that is too large.
             is_reached = np.isfinite(seconds[at])
@@ -325,6 +359,14 @@ class Ranking:
         eval_point_s = max(table.eval_point_s[place] for place in places)
         sent_s = table.total_s + table.boundary_s.sum()
         return float(max(busy_s, sent_s + (self._pipeline.num_eval_points - 1) * eval_point_s))
+
+    def least_s(self, split_points: Sequence[str]) -> float:
+        """Return the seconds that forwards and messages alone take, however perturbations are sampled and applied."""
+        seconds, num_eval_points = self._costs.seconds(self._pipeline), self._pipeline.num_eval_points
+        ends = [0, *(self._costs.ends[name] for name in split_points), len(seconds.forward)]
+        slowest_s = max(float(seconds.forward[begin:end].sum()) for begin, end in itertools.pairwise(ends))
+        sent_s = sum(sum(self._boundary_seconds(name)) for name in split_points)
+        return float(seconds.forward.sum()) + sent_s + (num_eval_points - 1) * slowest_s
 
     def weight_bytes(self, split_points: Sequence[str]) -> float:
         """Return the weights of the fullest stage."""
@@ -435,22 +477,3 @@ class _CostTable:
     boundary_s: Seconds
     weight_bytes: Seconds
     total_s: float
-
-
-def splits(
-    pipeline: PlacedPipeline, split_options: SplitOptions, costs: Costs
-) -> Iterator[tuple[ModelSpec, Split]]:
-    """Yield split models with their splits that are worth a simulation.
-
-    Raises
-    ------
-    PlanError
-        If the model cannot be split so.
-    """
-    ranking = Ranking(pipeline, split_options, costs)
-    seen: set[Split] = set()
-    for split_points in [split_options.split_points] if split_options.split_points else ranking.best():
-        split = ranking.split(split_points)
-        if split not in seen:
-            seen.add(split)
-            yield split_options.split(pipeline.plan.model, split_points), split

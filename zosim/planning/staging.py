@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
 
-from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
 from zosim.planning.request import Request
-from zosim.planning.space import check, layouts, pipeline_of, plans_of, shares
+from zosim.planning.space import FOR_WEIGHTS, Shape, layouts, pipeline_of, shares
 from zosim.planning.split_search import BoundedSplitPoints, Costs, Ranking
-from zosim.plans import Mesh, Placement, Plan, Split
+from zosim.plans import Estimator, Mesh
 
 # Meshes that are made plans of.
 _NUM_TRIED = 3
 # More stages than this leave a pipeline of few points empty most of the time.
 _MOST_STAGES = 16
-# Part of a device's memory that weights may take, beside activations and perturbations.
-_FOR_WEIGHTS = 0.9
 
 
 @dataclass(frozen=True)
@@ -38,48 +34,42 @@ class _StageShape:
         return float(f"{self.best.bound_s:.6g}"), self.mesh.world_size
 
 
-def staged_plans(request: Request, fastest_s: float = inf) -> Iterator[Plan]:
-    """Yield the plans of the best meshes of several stages.
-
-    Parameters
-    ----------
-    request : Request
-    fastest_s : float
-        Step time that is known without stages: of the meshes that take longer, only the best is worth showing.
+def staged_shapes(request: Request, costs: Costs) -> Iterator[Shape]:
+    """Yield the meshes of several stages with the least bounds, each with its best split points.
 
     Raises
     ------
     PlanError
-        If the request contradicts itself, or is for stages and there are none.
+        If the request is for stages and there are none.
     """
-    check(request)
-    listed = sorted(_shapes(request), key=lambda shape: shape.sort_key)
+    listed = sorted(_bounded_meshes(request, costs), key=lambda shape: shape.sort_key)
     if not listed and request.config.search.method == "sparq":
         raise PlanError(
             f"--method sparq needs at least 2 ranks, but has {request.max_ranks} of the devices of "
             f"{request.hardware.name} and a batch of {request.config.batch}",
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )
-    # Whoever asked why there are no stages sees the best of them, however slow.
-    chosen = [shape for shape in listed[:_NUM_TRIED] if shape.best.bound_s < fastest_s] or listed[:1]
-    yield from plans_of(request, (_placed(request, shape) for shape in chosen))
+    for shape in listed[:_NUM_TRIED]:
+        split_points, mesh = shape.best.split_points, shape.mesh
+        model = request.split_options.split(request.config.spec, split_points)
+        placement = next(layouts(request, mesh.world_size))
+        split = shape.ranking.split(split_points)
+        yield Shape(mesh, placement, model, split, shape.ranking.least_s(split_points))
 
 
-def _placed(request: Request, shape: _StageShape) -> tuple[Mesh, Placement, tuple[ModelSpec, Split]]:
-    placement = next(layouts(request, shape.mesh.world_size))
-    model = request.split_options.split(request.config.spec, shape.best.split_points)
-    return shape.mesh, placement, (model, shape.ranking.split(shape.best.split_points))
-
-
-def _shapes(request: Request) -> Iterator[_StageShape]:
+def _bounded_meshes(request: Request, costs: Costs) -> Iterator[_StageShape]:
     """Yield every mesh of several stages that the model can be split for, with the best split points."""
-    costs = Costs(request.config.spec, request.split_options)
-    known: dict[tuple[object, ...], tuple[Ranking, BoundedSplitPoints]] = {}
+    known: dict[tuple[int, ...], tuple[Ranking, BoundedSplitPoints]] = {}
+    num_eval_points = request.axis(Estimator).num_eval_points
     for mesh in _meshes(request, costs):
-        pipeline = pipeline_of(request, mesh, next(layouts(request, len(mesh.pipelines[0]))))
         # Meshes whose pipelines do the same are ranked once.
-        key = pipeline.num_stages, pipeline.num_sequences, pipeline.num_eval_points
+        key = (
+            len(mesh.pipelines[0]),
+            mesh.most_sequences(request.config.batch),
+            mesh.most_eval_points(num_eval_points),
+        )
         if key not in known:
+            pipeline = pipeline_of(request, mesh, next(layouts(request, key[0])), costs)
             ranking = Ranking(pipeline, request.split_options, costs)
             known[key] = ranking, _best(request, ranking)
         ranking, best = known[key]
@@ -89,7 +79,7 @@ def _shapes(request: Request) -> Iterator[_StageShape]:
 
 def _best(request: Request, ranking: Ranking) -> BoundedSplitPoints:
     """Return the best split points whose stages fit their devices, or the best of all with the uploads that those take."""
-    limit = _FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
+    limit = FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
     best = ranking.best_of_all(limit)
     if not best.split_points or ranking.weight_bytes(best.split_points) > limit:
         best = ranking.best_of_all()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from topology.units import format_bytes, format_count, format_seconds
 from zosim.analysis.counts import step_counts
 from zosim.console import to_jsonable
-from zosim.planning.explain import about_formats, about_ranks, describe_contention
+from zosim.planning.explain import ALIKE, about_formats, about_ranks, describe_contention
 from zosim.planning.pipelining import about_stages, pipelining
-from zosim.planning.planner import Candidate, Decision
+from zosim.planning.planner import Candidate, Decision, pareto_front
 from zosim.planning.predict import PlannedRun, Prediction
 from zosim.plans import Plan
 from zosim.report import Bullets, Report, Table
@@ -38,12 +38,26 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     return stages_data(decision.chosen.planned) | {
         "plan": decision.chosen.plan.model_dump(mode="json"),
         "prediction": prediction_data(decision.prediction),
+        "guarantee": asdict(decision.guarantee) | {"is_optimal": decision.guarantee.is_optimal},
         "reasons": list(decision.reasons),
         "others": [_candidate_data(candidate) for candidate in decision.others],
         "rejected": [
             _candidate_data(candidate) | {"missing": candidate.missing} for candidate in decision.rejected
         ],
     }
+
+
+def front_view(decision: Decision) -> Table:
+    """Return the Pareto front of all plans that fit, money as seconds of devices."""
+    rows = [(*_row(candidate, "")[:-1], f"{candidate.costs[-1]:.4g}") for candidate in decision.front]
+    columns = ("Pareto front", "step", "device", "host", "device seconds")
+    return Table(columns, rows, numeric=columns[1:])
+
+
+def front_data(decision: Decision) -> dict[str, Any]:
+    """Return the Pareto front of all plans that fit as JSON knows it."""
+    listed = [_candidate_data(c) | {"device_seconds": c.costs[-1]} for c in decision.front]
+    return {"front": listed}
 
 
 def prediction_view(planned: PlannedRun) -> Table:
@@ -226,17 +240,24 @@ def _devices(plan: Plan) -> str:
 
 
 def _candidates(decision: Decision) -> tuple[Table, str]:
-    """Return the candidates, of many only the first of each kind."""
+    """Return the candidates on the Pareto fronts of step time, memory and devices: of what fits, and of what does not."""
+    chosen = decision.chosen
+    fitting = [c for c in pareto_front((chosen, *decision.others)) if c is not chosen]
     rows = [
-        *[
-            _row(candidate, "chosen" if candidate is decision.chosen else "fits")
-            for candidate in (decision.chosen, *decision.others[: _NUM_FITTING - 1])
-        ],
-        *[_row(candidate, "does not fit") for candidate in decision.rejected[:_NUM_REJECTED]],
+        _row(chosen, "chosen"),
+        *[_row(candidate, _verdict(candidate, chosen)) for candidate in fitting[: _NUM_FITTING - 1]],
+        *[_row(candidate, "does not fit") for candidate in pareto_front(decision.rejected)[:_NUM_REJECTED]],
     ]
-    left_out = len(decision.others) + 1 + len(decision.rejected) - len(rows)
+    left_out = decision.guarantee.num_plans - len(rows)
     shown = Table(("placement", "step", "device", "host", ""), rows, numeric=("step", "device", "host"))
-    return shown, f"and {left_out} others, all of them slower or too large" if left_out else ""
+    return shown, f"and {left_out:,} others, all of them slower, larger or too large" if left_out > 0 else ""
+
+
+def _verdict(candidate: Candidate, chosen: Candidate) -> str:
+    """Return whether another plan that fits is slower, as far as is known."""
+    if candidate.seconds > chosen.seconds * (1 + ALIKE):
+        return "fits"
+    return "as fast" if candidate.is_simulated else "perhaps as fast"
 
 
 def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:

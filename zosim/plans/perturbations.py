@@ -98,6 +98,7 @@ class Perturbations(Axis):
             "--keep-perturbations",
             "Sample each perturbation once and keep it until its update; takes another copy of the "
             "trainable weights per perturbation.",
+            planned=True,
             expert=True,
             heading="Placement",
         ),

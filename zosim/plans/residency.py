@@ -87,14 +87,16 @@ class Residency(Axis):
             "Number of staging buffers on the device for offloaded blocks.",
             _ROUNDING,
             planned=True,
+            # The first is the least memory; more than six never shortened a step that was tried.
+            tried=(1, 2, 3, 4, 6),
             recorded_as="num_staging_buffers",
         ),
     ] = 3
-    overlap: Annotated[
-        bool, Setting("--overlap", "Overlap copies with compute.", _ROUNDING, planned=True, expert=True)
-    ] = True
+    overlap: Annotated[bool, Setting("--overlap", "Overlap copies with compute.", _ROUNDING, expert=True)] = (
+        True
+    )
     reuse_staging_buffers: Annotated[
-        bool, Setting(help="Allocate staging buffers once, at the start.", changes=_ROUNDING, planned=True)
+        bool, Setting(help="Allocate staging buffers once, at the start.", changes=_ROUNDING)
     ] = True
     transfers: Annotated[
         Literal["private", "shared", "sliced"],

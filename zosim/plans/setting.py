@@ -55,6 +55,8 @@ class Setting:
         See :data:`Changes`.
     planned : bool
         Whether the planner chooses it where it is left out.
+    tried : tuple
+        Values that it then tries, of a field whose type does not list them; of others it tries all.
     usual : str
         What a field that is left out is, in words; by default the default.
     recorded_as : str
@@ -75,6 +77,7 @@ class Setting:
     help: str = ""
     changes: Changes = "speed"
     planned: bool = False
+    tried: tuple[Any, ...] = ()
     usual: str = ""
     recorded_as: str = ""
     aliases: tuple[str, ...] = ()
@@ -150,6 +153,11 @@ class SettingField:
     annotation: Any
     default: Any
     setting: Setting
+
+    @property
+    def tried(self) -> tuple[Any, ...]:
+        """Values that the planner tries: those that are declared, or else all of the type."""
+        return self.setting.tried or ((False, True) if self.annotation is bool else get_args(self.annotation))
 
     @property
     def identity(self) -> str:

@@ -115,6 +115,8 @@ class Refusal:
         What the job would take with the memory that lacks; empty where memory is not what lacks.
     payments : tuple of {"rent", "own"}
         Ways to pay that this is said of.
+    machine : PricedMachine or None
+        With its best plan, where there is one.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Refusal:
     needs: tuple[Need, ...]
     remedy: str = ""
     payments: tuple[Payment, ...] = ()
+    machine: PricedMachine | None = None
 
     @property
     def reason(self) -> str:
@@ -240,7 +243,7 @@ class Market:
         needs = [*self._lacking(best), *self._beyond(machine)]
         hours = self.job.hours(machine.step_s).value
         remedy = f"with more budget it takes {plain(hours)} hours" if best.missing else ""
-        return Refusal(name, count, tuple(needs), remedy, tuple(payments)) if needs else machine
+        return Refusal(name, count, tuple(needs), remedy, tuple(payments), machine) if needs else machine
 
     def _lacking(self, candidate: Candidate) -> Iterator[Need]:
         if candidate.missing:

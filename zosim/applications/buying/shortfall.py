@@ -10,7 +10,7 @@ from dataclasses import replace
 from topology.errors import PlanError
 from topology.graph import Topology
 from topology.units import format_bytes
-from zosim.applications.buying.machine import Job
+from zosim.applications.buying.machine import Job, simulated
 from zosim.applications.buying.offers import Cause, Market, Need, Offer, Refusal
 from zosim.config import PlanConfig, merge
 from zosim.planning.planner import candidates
@@ -66,10 +66,10 @@ def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequen
     for item in sorted(kept_out, key=lambda item: (len(item.needs), item.needs[0].least)):
         nearest.setdefault(item.cause, item)
     if "hours" in nearest:
-        refusal = nearest["hours"]
+        refusal = _simulated(market, nearest["hours"])
         yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the fastest that fits"
     if "money" in nearest:
-        refusal = nearest["money"]
+        refusal = _simulated(market, nearest["money"])
         yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the cheapest in time"
     if "way" in nearest:
         yield f"without --pay {market.pay}: {_named(nearest['way'])}"
@@ -77,6 +77,19 @@ def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequen
         refusal = nearest["memory"]
         yield f"with {_all_of(market, refusal)}: {_named(refusal)}, where least lacks; {refusal.remedy}"
         yield _with_a_smaller_batch(market.job, refusal, machines[refusal.name])
+
+
+def _simulated(market: Market, refusal: Refusal) -> Refusal:
+    """Return a refusal with the hours and the money of a simulated step, which a closed form bounds from below."""
+    machine = refusal.machine
+    if machine is None or machine.best.missing:
+        return refusal
+    times = simulated(market.job, machine).step_s.value / machine.step_s.value
+    needs = tuple(
+        replace(need, least=times * need.least) if need.cause in ("hours", "money") else need
+        for need in refusal.needs
+    )
+    return replace(refusal, needs=needs)
 
 
 def _all_of(market: Market, refusal: Refusal) -> str:

@@ -1,0 +1,255 @@
+"""Plans on a shape: every combination of the values that settings declare as the planner's to choose.
+
+Examples
+--------
+Where blocks may live and how they are visited, of OPT-125M on one GPU without loss:
+
+>>> from costmodel import read_model_spec
+>>> from costmodel.devices.datasheet import datasheet_profile
+>>> from topology import load_preset
+>>> topology = load_preset("a100-80gb-milan")
+>>> from zosim.config import PlanConfig
+>>> from zosim.planning.request import Hardware, Request
+>>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
+>>> request = Request(PlanConfig(model=read_model_spec("opt-125m"), seq=16), hardware)
+>>> plans = [plan.describe() for plan in placements(request)]
+>>> len(plans), plans[0], plans[-1]
+(52, 'mezo, blockwise', 'zo2, 1 staging buffer, draws ahead, perturbations kept')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, get_args
+
+from costmodel.formats import FORMATS, TransferFormat
+from topology.errors import PlanError
+from zosim.planning.request import Request
+from zosim.planning.space import (
+    Shape,
+    Transfers,
+    check,
+    named_shapes,
+    plan_on,
+    too_few_ranks,
+    transfers_on,
+)
+from zosim.planning.split_search import LOSS_CHUNKS, Costs, in_chunks
+from zosim.planning.staging import staged_shapes
+from zosim.plans import AXES, Axis, Mesh, Plan, Residency, TransferDType, Weights, fields_of
+
+_Field = tuple[str, str]
+"""An axis, and the name of one of its fields."""
+_OF_SHAPES = ("mesh", "placement", "split")
+"""Axes that a shape says all of."""
+_BLOCKS: _Field = ("residency", "blocks")
+_ENDS: _Field = ("residency", "embedding_and_head")
+_FORMAT: _Field = ("residency", "transfer_dtype")
+_TRANSFERS: _Field = ("residency", "transfers")
+_BUFFERS: _Field = ("residency", "num_staging_buffers")
+_ON_DISK: _Field = ("residency", "num_disk_blocks")
+_CHUNK: _Field = ("forward", "loss_chunk_tokens")
+_OF_MOVES = (_ENDS, _FORMAT, _TRANSFERS, _BUFFERS)
+"""What says how offloaded blocks move. The last two contradict nothing on shapes that have them."""
+_QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
+    {"weights": "int8", "activations": "int8-token"},
+    {"weights": "int4", "scales": "group"},
+)
+"""What linear layers are tried in: int8 by integer kernels, and as few bits as models are usually given in."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Values of the axes that a shape leaves open.
+
+    Attributes
+    ----------
+    axes : mapping of str to Axis
+    relaxed : int or None
+        Number of a variant, before this one, that waits for less and so is at least as fast, in more device memory.
+    """
+
+    axes: Mapping[str, Axis]
+    relaxed: int | None
+
+
+class Variants:
+    """Variants of the shapes of one request, worked out once for all shapes that leave the same open."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._known: dict[object, tuple[Variant, ...]] = {}
+        self.contradiction: PlanError | None = None
+        """Why the first of the plans that contradict the request is none."""
+
+    def of(self, shape: Shape) -> tuple[Variant, ...]:
+        """Return what a shape leaves open; nothing where all of it contradicts the request."""
+        mesh, transfers = shape.mesh, transfers_on(shape)
+        key = mesh.world_size > 1, mesh.is_staged, transfers
+        if key not in self._known:
+            self._known[key] = tuple(self._worked_out(shape, transfers))
+        return self._known[key]
+
+    def plans(self, shape: Shape) -> list[Plan]:
+        """Return the plans of a shape, in the order of its variants."""
+        variants = self.of(shape)
+        base = self._checked(shape, variants[0].axes) if variants else None
+        return [] if base is None else [base.model_copy(update=dict(variant.axes)) for variant in variants]
+
+    def _checked(self, shape: Shape, axes: Mapping[str, Axis | Mapping[str, object]]) -> Plan | None:
+        try:
+            return plan_on(self._request, shape, {name: dict(axis) for name, axis in axes.items()})
+        except PlanError as error:
+            self.contradiction = self.contradiction or error
+            return None
+
+    def _worked_out(self, shape: Shape, transfers: tuple[Transfers, ...]) -> Iterator[Variant]:
+        tried = _tried(self._request, transfers)
+        numbers: dict[frozenset[Any], int] = {}
+        axes_of: dict[frozenset[Any], dict[str, Axis] | None] = {}
+        base: Plan | None = None
+        quantized = list(_quant_configs(self._request, shape.mesh))
+        for *values, low_bits in product(*tried.values(), quantized):
+            point: dict[_Field, Any] = dict(zip(tried, values, strict=True)) | low_bits
+            if point[_BLOCKS] == "resident":
+                if any(point[field] != tried[field][0] for field in _OF_MOVES if field in tried):
+                    continue  # how blocks move says nothing of those that stay
+                point = {field: value for field, value in point.items() if field not in _OF_MOVES}
+            kind = frozenset(item for item in point.items() if item[0] not in (_TRANSFERS, _BUFFERS))
+            if kind not in axes_of:
+                base = base or self._checked(shape, _by_axis(point))
+                axes_of[kind] = None if base is None else self._agreeing(base, point)
+            if (axes := axes_of[kind]) is not None:
+                how = {name: value for (axis, name), value in point.items() if axis == "residency"}
+                residency = axes["residency"].model_copy(update=how)
+                relaxed = numbers.get(frozenset(_relaxed(point, tried).items()))
+                numbers[frozenset(point.items())] = len(numbers)
+                yield Variant({**axes, "residency": residency}, relaxed)
+
+    def _agreeing(self, base: Plan, point: Mapping[_Field, object]) -> dict[str, Axis] | None:
+        """Return the axes of a point; None if they contradict each other or what is fixed."""
+        axes = {name: getattr(base, name).model_copy(update=of) for name, of in _by_axis(point).items()}
+        plan = base.model_copy(update=axes)
+        return None if any(next(axis.conflicts(plan), None) for axis in plan.axes.values()) else axes
+
+
+def _tried(request: Request, transfers: tuple[Transfers, ...]) -> dict[_Field, tuple[Any, ...]]:
+    """Return the values that settings declare of every field that the planner chooses and the request leaves open."""
+    config = request.config
+    tried = {
+        # The plainest plan comes first.
+        (axis, field.name): (field.default, *(value for value in field.tried if value != field.default))
+        for axis, kind in AXES.items()
+        for field in fields_of(kind).values()
+        if axis not in _OF_SHAPES
+        and field.setting.planned
+        and getattr(config, axis).given(field.name) is None
+    }
+    # Both are solved for from the memory that a plan leaves, as is what lies on drives.
+    tried.pop(_CHUNK, None)
+    tried.pop(_ON_DISK, None)
+    homes = tried.pop(_BLOCKS, (config.residency.given("blocks"),))
+    moves: dict[_Field, tuple[Any, ...]] = {_FORMAT: tuple(_transfer_formats(request))}
+    moves |= {field: tried.pop(field) for field in _OF_MOVES if field in tried}
+    if _TRANSFERS in moves:
+        moves[_TRANSFERS] = transfers
+    if _BUFFERS in moves:
+        moves[_BUFFERS] = tuple(sorted(moves[_BUFFERS], reverse=True))
+    named = config.residency.given("blocks")
+    if named == "nvme" and _TRANSFERS in moves:
+        moves[_TRANSFERS] = ("private",)
+    homes = tuple(home for home in homes if home in request.blocks and (home != "nvme" or home == named))
+    return {_BLOCKS: homes, **tried, **moves}
+
+
+def _relaxed(point: Mapping[_Field, Any], tried: Mapping[_Field, tuple[Any, ...]]) -> dict[_Field, Any]:
+    """Return the point of which `point` is a restriction: less is copied, or with one staging buffer more; itself if there is none."""
+    if point.get(_ENDS) == "offloaded":
+        return {**point, _ENDS: "resident"}
+    if _BUFFERS in point and (place := tried[_BUFFERS].index(point[_BUFFERS])):
+        return {**point, _BUFFERS: tried[_BUFFERS][place - 1]}
+    stays = {field: value for field, value in point.items() if field not in _OF_MOVES}
+    return {**stays, _BLOCKS: "resident"}
+
+
+def _by_axis(point: Mapping[_Field, object]) -> dict[str, dict[str, object]]:
+    nested: dict[str, dict[str, object]] = {}
+    for (axis, name), value in point.items():
+        nested.setdefault(axis, {})[name] = value
+    return nested
+
+
+def placements(request: Request) -> Iterator[Plan]:
+    """Yield every plan that the request admits, with each those that take its loss in chunks.
+
+    All of them compute the same losses and updates, except those with a narrower transfer format, a codec or weights in few
+    bits, which are yielded only if loss is allowed. (Where the batch is shared out, and where a loss is taken in chunks, sums
+    have another order.)
+
+    Raises
+    ------
+    PlanError
+        If there is none.
+    """
+    check(request)
+    variants = Variants(request)
+    is_any = False
+    for shape in shapes(request):
+        for plan in variants.plans(shape):
+            is_any = True
+            yield plan
+            yield from (in_chunks(plan, count) for count in chunks(request, plan))
+    if not is_any:
+        raise variants.contradiction or too_few_ranks(request)
+
+
+def shapes(request: Request, costs: Costs | None = None) -> Iterator[Shape]:
+    """Yield the shapes that the request admits, those of several stages last."""
+    costs = costs or Costs(request.config.spec, request.split_options)
+    # What multiplies quantized weights, and a forward of all points, takes other seconds.
+    is_bounded = request.axis(Weights).perturbation != "adapters" and not is_quantization_open(request)
+    yield from named_shapes(request, costs, is_bounded=is_bounded)
+    if request.seeks_stages:
+        yield from staged_shapes(request, costs)
+
+
+def chunks(request: Request, plan: Plan) -> tuple[int, ...]:
+    """Return the numbers of tokens that the loss of a plan may be taken of at a time, if not of all, the smallest first."""
+    if _CHUNK[1] in request.config.forward.model_fields_set:
+        return ()
+    chunked = in_chunks(plan, 1)
+    if any(next(axis.conflicts(chunked), None) for axis in (chunked.forward, chunked.weights)):
+        return ()
+    num_tokens = plan.mesh.most_sequences(plan.batch) * plan.seq
+    return tuple(count for count in LOSS_CHUNKS if count < num_tokens)
+
+
+def is_quantization_open(request: Request) -> bool:
+    """Whether linear layers may be quantized, where nobody says how they are kept."""
+    is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None
+    # Other lossy choices, codecs between stages and a transfer format that is asked for, do not go with it.
+    is_plain = request.axis(Residency).transfer_dtype is None
+    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.param_groups)
+    return is_open and is_plain and has_linears
+
+
+def _quant_configs(request: Request, mesh: Mesh) -> Iterator[dict[_Field, object]]:
+    """Yield the formats that linear layers may be kept in: as all others, or in few bits."""
+    yield {}
+    if not mesh.is_staged and is_quantization_open(request):
+        for config in _QUANT_CONFIGS:
+            yield {("low_bits", name): value for name, value in config.items()}
+
+
+def _transfer_formats(request: Request) -> Iterator[TransferDType | None]:
+    """Yield the formats of transfers: the one that is fixed, else that of the weights, and if loss is allowed, narrower ones."""
+    fixed, stored = request.axis(Residency).transfer_dtype, request.axis(Weights).dtype
+    yield None if fixed == stored else fixed
+    if request.config.search.allow_lossy and fixed in (None, stored):
+        yield from (
+            dtype
+            for dtype in get_args(TransferFormat)
+            if FORMATS[dtype].element_bytes < FORMATS[stored].element_bytes
+        )
