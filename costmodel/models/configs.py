@@ -424,11 +424,9 @@ def _shipped_name(source: str) -> str:
         return known_as
     planned = [name for name, config in _shipped().items() if config["model_type"] in FAMILIES]
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], planned, n=3, cutoff=0.5)
-    known = "did you mean " + ", ".join(close) if close else "shipped sizes are " + ", ".join(planned)
-    message = f"unknown model {source!r}: neither a built-in size nor a directory with config.json"
+    hint = f"did you mean {' or '.join(close)}?" if close else "built-in sizes: " + ", ".join(planned)
     raise ModelError(
-        message,
-        hint=known,
+        f"unknown model {source!r}: neither a built-in size nor a directory with config.json", hint=hint
     )
 
 

@@ -94,7 +94,7 @@ def tokenizer_facts(model: str) -> dict[str, str]:
 
 
 def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], source: str, run: str) -> None:
-    """Raise if a base with the same weights computes something else than the one that a run began from.
+    """Raise if a base with equal weights computes another function than the one that a run began from.
 
     Parameters
     ----------

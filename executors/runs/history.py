@@ -60,7 +60,7 @@ class History:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What ``zosim run`` was asked for; empty for a log that a loop of one's own wrote."""
+        """Options of ``zosim run``; empty for a log that another loop wrote."""
         return dict(self.header.get("run", {}))
 
     @property
@@ -190,7 +190,7 @@ class _RowCheck:
 
 
 def _is_of(loss: float, dtype: torch.dtype) -> bool:
-    """Whether a loss is representable in this format: with one digit changed, it hardly ever is."""
+    """Whether a loss is representable in this format. With one digit changed, it hardly ever is."""
     return torch.tensor(loss, dtype=torch.float64).to(dtype).item() == loss
 
 

@@ -1,4 +1,4 @@
-"""A run's updates as an adapter, made of its log: no forward runs, and no weight is read but for its shape.
+"""A run's updates as an adapter, made from its log. No forward runs, and of weights only shapes are read.
 
 A step along ``U·Vᵀ`` adds ``-η·g·U·Vᵀ`` to a matrix. While ``V`` stays, the left factors add up; before it is drawn anew, its increment is closed. Increments hold
 sums in float32 or wider that the run rounded to its weights step by step: they are nearer to what the steps said than the run's own weights.
@@ -146,7 +146,7 @@ def _refuse_other(history: History) -> None:
 
 
 class _Updates:
-    """Draws a run's factors again, as its program did."""
+    """Samples a run's factors again, as its program did."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         prepare(model, plan, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Intervals of steps in which an adapter's ``A`` stays: what is learnt adds up in ``B``, and is closed before ``A`` is drawn anew."""
+"""Lazy intervals of an adapter: while ``A`` stays, updates add up in ``B``; an interval is closed before ``A`` is sampled anew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attach_intervals(model: nn.Module, lora: LoRA) -> None:
 
 
 def lazy_intervals_of(model: nn.Module) -> LazyIntervals | None:
-    """Return the intervals of a model whose adapters' ``A`` is drawn anew; None for any other."""
+    """Return the intervals of a model whose adapters' ``A`` is sampled anew; None for any other."""
     return getattr(model, _INTERVALS, None)
 
 
@@ -70,7 +70,7 @@ class LazyIntervals:
             module.lora_used = used
 
     def open(self, step: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-        """Close the interval before `step`, and draw ``A`` anew.
+        """Close the interval before `step`, and sample ``A`` anew.
 
         Parameters
         ----------

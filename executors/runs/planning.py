@@ -1,4 +1,4 @@
-"""The plan of ``zosim run``: a file's, or one made on the spot, with the options that were given laid over it."""
+"""The plan of ``zosim run``: read from a file or made here, with the typed options laid over it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def plan_for(
 def _begun(
     config: PlanConfig, base: Plan | None, split_model: SplitModel, device: str, longest: Callable[[], int]
 ) -> PlanConfig:
-    """Return the config of a plan that is made here: of no other, or of one whose numbers it keeps and that it places anew."""
+    """Return the config to plan from: a new one, or that of a plan whose numbers stay while it is placed anew."""
     model = split_model(())
     kept = PlanConfig(model=model, seq=config.seq or (longest() if base is None else base.seq))
     if base is None:
@@ -132,7 +132,7 @@ def _numbers_of(plan: Plan) -> PlanConfig:
 
 
 def _with_mesh(config: PlanConfig, num_devices: int) -> PlanConfig:
-    """Return a config with the mesh that its split points, or the method of stages, mean where none is set."""
+    """Return a config with the mesh that its split points or the method of stages imply, where none is set."""
     search, split_points = config.search, config.split.split_points
     if "mesh" in config.model_fields_set or search.method not in ("auto", "sparq"):
         return config
@@ -156,7 +156,7 @@ def _usual_weights(model: ModelSpec, device: str) -> Weights:
 
 
 def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> None:
-    """Refuse codecs that nothing goes through, and formats that lose precision without leave.
+    """Refuse codecs without a boundary, and formats that lose precision without ``--allow-lossy``.
 
     Raises
     ------
@@ -238,7 +238,7 @@ def refuse_absent(device: str, why: str) -> None:
 
 
 def where_it_runs(plan: Plan, device: str) -> str:
-    """Return in words on which device the ranks of a run are, and on which they were planned to be."""
+    """Return the line that states on which device the ranks run, and for which they were planned."""
     devices, num_ranks = dict.fromkeys(plan.placement.devices), plan.placement.world_size
     named = list(devices)
     planned = " and ".join(named) if len(named) < 3 else f"{named[0]}..{named[-1]}"

@@ -43,7 +43,7 @@ class _Section(BaseModel):
 
 
 class _RunSection(_Section):
-    """What ``zosim run`` was asked for, but for its options: fields as of :class:`executors.runs.settings.RunSettings`."""
+    """Settings of ``zosim run`` beside its options: fields of :class:`executors.runs.settings.RunSettings`."""
 
     learning_rate: LearningRate
     identity: dict[str, Any] | None = None
@@ -184,7 +184,10 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / HEADER_NAME
     refuse_irregular_run(Path(directory))
     if not path.exists():
-        raise RunError(f"{directory} holds no run ({HEADER_NAME} is missing)")
+        raise RunError(
+            f"{directory} holds no run: {HEADER_NAME} is missing",
+            hint="name the DIR of `zosim run --out DIR`",
+        )
     text = read_text(path, "run's header", RunError)
     header = parse_json(text, f"{path} is damaged", RunError, hint="restore the file from a copy")
     version = header.get("version") if isinstance(header, dict) else type(header).__name__
@@ -275,7 +278,7 @@ def header_of(
 
 
 def machine_facts(device: str) -> dict[str, Any]:
-    """Return what bits depend on beside a run's own numbers."""
+    """Return what bits depend on beside a run's own numbers: torch, instruction set, threads, device, attention."""
     return {
         "torch": torch.__version__,
         "instruction_set": torch.backends.cpu.get_cpu_capability(),

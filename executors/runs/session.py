@@ -324,7 +324,7 @@ class Session:
         return record
 
     def _open_interval(self, step: int) -> None:
-        """If `step` begins an interval, close the adapters' open increment and draw their ``A`` anew."""
+        """If `step` begins an interval, close the adapters' open increment and sample their ``A`` anew."""
         if self._intervals is None or not self._intervals.opens(step):
             return
         self.flush()
