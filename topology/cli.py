@@ -205,7 +205,8 @@ def import_description(
     if str(path) == "-":
         text = read_stdin(what, TopologyError, max_bytes=MAX_BYTES)
     else:
-        text = read_text(path, what, TopologyError, max_bytes=MAX_BYTES)
+        hint = "name a file that another tool wrote, such as that of `nvidia-smi topo -m > topo.txt`"
+        text = read_text(path, what, TopologyError, hint=hint, max_bytes=MAX_BYTES)
     named: dict[str, Any] = {"gpu": gpu, "cpu": cpu, "memory": memory, "memory_bandwidth": memory_bandwidth}
     name = "stdin" if str(path) == "-" else path.stem
     match tool or guess_tool(path, text):

@@ -170,7 +170,8 @@ def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> s
         case "value_error":
             rule = error.message if isinstance(error, ZosimError) else str(error)
         case _:
-            rule = detail["msg"][:1].lower() + detail["msg"][1:]
+            rule = detail["msg"].replace("Input should", "must")
+            rule = rule[:1].lower() + rule[1:]
     value = ""
     if detail["type"] not in {"missing", "value_error"}:
         given = repr(detail["input"])

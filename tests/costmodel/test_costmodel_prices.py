@@ -155,7 +155,7 @@ def broken(change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d["electricity_per_kwh"].update(value=-0.1), "electricity_per_kwh.value: input should be"),
+        (lambda d: d["electricity_per_kwh"].update(value=-0.1), "electricity_per_kwh.value: must be"),
         (lambda d: d["machines"]["dgx-h100"]["purchase"].update(value=0), "purchase.value"),
         (lambda d: d["machines"]["dgx-h100"]["purchase"].update(low=2e5), "does not lie between"),
         (lambda d: d["machines"].update({"dgx-h1OO": {"purchase": figure(1)}}), "neither a preset"),
