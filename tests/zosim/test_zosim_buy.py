@@ -437,6 +437,8 @@ def test_functions_take_what_the_command_line_takes():
         ({"machines": "x"}, "x"),
         ({"steps": 0}, "--steps 0 must be a whole number of at least 1"),
         ({"batch": 1.5}, r"--batch 1\.5 is not valid"),
+        ({"epochs": float("inf")}, "--epochs inf must be more than 0 and at most 1,000,000"),
+        ({"steps": 3, "examples": 3}, "--steps and --examples both say how long the job is"),
         ({"simulate": -1}, "--simulate -1 must be a whole number of at least 0"),
     ],
 )

@@ -189,6 +189,7 @@ class Answer:
         }
 
 
+MAX_EPOCHS = 1_000_000
 MORE_STEPS = (10, 100)
 """Steps of zeroth order for one of first order. MeZO takes 20,000 of 16 sequences where fine-tuning takes 625 of 8 (5 epochs of 1,000 examples), and
 100,000 where it takes 1,000 (arXiv:2305.17333, appendix on hyperparameters); "tens of times more" says https://dkmiyan.github.io/FZOO_hp."""
@@ -261,8 +262,10 @@ def buy(
     _one_of("pay", pay, (None, *get_args(Payment), *get_args(Term)))
     if steps is not None and examples is not None:
         raise PlanError("--steps and --examples both say how long the job is", hint="leave one out")
-    if not epochs > 0:
-        raise PlanError(f"--epochs {epochs} must be more than 0", hint="such as 1 or 0.5")
+    if not 0 < epochs <= MAX_EPOCHS:
+        raise PlanError(
+            f"--epochs {epochs} must be more than 0 and at most {MAX_EPOCHS:,}", hint="such as 1 or 0.5"
+        )
     for name, number, least in (
         ("steps", 1 if steps is None else steps, 1),
         ("examples", 1 if examples is None else examples, 1),
