@@ -1,9 +1,9 @@
 """Which placement to use: every plan that computes the same thing, the ones that fit, the fastest of them.
 
-A shape of the space has a lower bound, of its forwards alone; a plan one that says exactly what memory it takes. The
-search looks at what has the least bound first, lowers and simulates the plans that could be the answer, and ends when no
-bound is left that could change it. The answer says what was chosen and why, how far it can be from the best, what came
-second, and what does not fit for want of how much memory.
+A shape of the space has a lower bound, of its forwards alone. A plan has one of its whole step, and its exact memory. The
+search looks at the least bound first, and lowers and simulates the plans that could be the answer. It ends when no bound
+is left that could change it. The answer says what was chosen and why, and how far it can be from the best. It also names what
+came second, and what does not fit, with the memory that it lacks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EQUAL = 10.0**-_SIGNIFICANT_DIGITS
 _WORTH_A_LOOK = 1.1
 # Simulations to find the best, where bounds leave much open, and the second.
 _MOST_SIMULATED, _MOST_FOR_SECOND = 24, 1
-# Other meshes whose best plan is bounded, to be told of.
+# Other meshes whose best plan is bounded for the report.
 _NUM_RIVALS = 3
 _IN_ORDER = attrgetter("sort_key")
 
@@ -507,7 +507,7 @@ class _Search:
             self._take([second])
 
     def _look_at_rivals(self) -> None:
-        """Bound a plan of one device, of the next meshes and of the next stages, to be told of."""
+        """Bound a plan of one device, of the next meshes and of the next stages, for the report."""
         known = {candidate.plan.mesh for candidate in (*self.simulated, *self.waiting)}
         plans: dict[Mesh, list[Plan]] = {}
         for node in sorted(node for node in self._heap if node.candidate is None):

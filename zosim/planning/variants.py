@@ -184,9 +184,9 @@ def _by_axis(point: Mapping[_Field, object]) -> dict[str, dict[str, object]]:
 def placements(request: Request) -> Iterator[Plan]:
     """Yield every plan that the request admits, with each those that take its loss in chunks.
 
-    All of them compute the same losses and updates, except those with a narrower transfer format, a codec or weights in few
-    bits, which are yielded only if loss is allowed. (Where the batch is shared out, and where a loss is taken in chunks, sums
-    have another order.)
+    All of them compute the same losses and updates; where the batch is shared out, or a loss is taken in chunks, sums have
+    another order. Those with a narrower transfer format, a codec or weights in few bits compute others, and are yielded only
+    if loss is allowed.
 
     Raises
     ------
