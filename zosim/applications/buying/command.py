@@ -16,7 +16,7 @@ from zosim.applications.buying.answer import JOB_OPTIONS
 from zosim.applications.buying.answer import buy as answer_for
 from zosim.config import PlanConfig
 from zosim.console import emit, stderr
-from zosim.options import Json, with_settings
+from zosim.options import Json, ReportFile, with_settings
 
 
 class RankName(enum.StrEnum):
@@ -146,6 +146,7 @@ def buy(
             "--show-prices", help="Print the built-in price table, and exit.", rich_help_panel="Output"
         ),
     ] = False,
+    report: ReportFile = None,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
@@ -172,6 +173,10 @@ def buy(
         **settings,
     )
     _describe_prices(answer.market.prices, {offer.machine.name for offer in answer.offers})
+    if report is not None:
+        from zosim.applications.html_report.page import ReportPage
+
+        stderr.print(f"wrote {ReportPage('What to buy', (), [answer.report()]).save(report)}")
     emit(answer.to_data(), json=as_json, text=answer.report())
 
 
