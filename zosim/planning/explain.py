@@ -69,10 +69,10 @@ def _about_memory(prediction: Prediction, rejected: Sequence[Candidate]) -> Iter
 def about_guarantee(guarantee: Guarantee) -> str:
     """Return how far the answer can be from the best of all plans."""
     if guarantee.is_optimal:
-        found = f"the best of {guarantee.num_plans:,} plans: no other is faster by more than {ALIKE:.2%}"
+        claim = f"the best of {guarantee.num_plans:,} plans: no other is faster by more than {ALIKE:.2%}"
     else:
-        found = f"within {guarantee.within:.1%} of the best of {guarantee.num_plans:,} plans"
-    return f"{found} ({guarantee.num_bounded:,} bounded one by one, {guarantee.num_simulated:,} simulated)"
+        claim = f"within {guarantee.within:.1%} of the best of {guarantee.num_plans:,} plans"
+    return f"{claim} ({guarantee.num_bounded:,} bounded one by one, {guarantee.num_simulated:,} simulated)"
 
 
 def about_host_memory(planned: PlannedRun) -> Iterator[str]:

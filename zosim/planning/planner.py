@@ -25,7 +25,7 @@ from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, r
 from zosim.planning.footprint import Footprints
 from zosim.planning.predict import PlannedRun, Prediction
 from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
-from zosim.planning.space import Shape, check, too_few_ranks
+from zosim.planning.space import PlanShape, check, too_few_ranks
 from zosim.planning.split_options import sparsest_near_the_middle
 from zosim.planning.split_search import Costs, in_chunks
 from zosim.planning.variants import Variants, chunks, placements, shapes
@@ -292,7 +292,7 @@ class _Node:
     """Something with a lower bound: a shape, a plan that a relaxed one bounds, or a candidate."""
 
     key: tuple[object, ...]
-    shape: Shape | None = field(default=None, compare=False)
+    shape: PlanShape | None = field(default=None, compare=False)
     candidate: Candidate | None = field(default=None, compare=False)
     plan: Plan | None = field(default=None, compare=False)
     restrictions: _Restrictions | None = field(default=None, compare=False)
@@ -409,7 +409,7 @@ class _Search:
         key = (0, *candidate.sort_key) if isinstance(candidate, Candidate) else (1,)
         heappush(self._heap, _Node((bound_s, *key, next(self._order)), **what))  # type: ignore[arg-type]
 
-    def _open(self, shape: Shape) -> None:
+    def _open(self, shape: PlanShape) -> None:
         """Look at the plans of a shape that no other relaxes."""
         plans = self._variants.plans(shape)
         if plans:

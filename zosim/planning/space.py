@@ -37,7 +37,7 @@ _FEW_HOSTS = 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class PlanShape:
     """Ranks, the devices that they are on, and where the model is split.
 
     Attributes
@@ -53,7 +53,7 @@ class Shape:
     least_s: float = 0.0
 
 
-def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[Shape]:
+def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[PlanShape]:
     """Yield the shapes of one stage, or of the mesh that the request names.
 
     Parameters
@@ -70,10 +70,10 @@ def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterato
                 yield from split_shapes(request, mesh, placement, ranking)
             else:
                 least_s = _forwards_s(request, costs, mesh, placement) if is_bounded else 0.0
-                yield Shape(mesh, placement, request.config.spec, Split(), least_s)
+                yield PlanShape(mesh, placement, request.config.spec, Split(), least_s)
 
 
-def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[Shape]:
+def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[PlanShape]:
     """Yield a mesh of several stages with each of the split points that are worth a look."""
     limit_bytes = FOR_WEIGHTS * min(map(request.device_limit_bytes, placement.devices))
     splits: dict[Split, tuple[str, ...]] = {}
@@ -81,7 +81,7 @@ def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ra
         splits.setdefault(ranking.split(split_points), split_points)
     for split, split_points in splits.items():
         model = request.split_options.split(request.config.spec, split_points)
-        yield Shape(mesh, placement, model, split, ranking.least_s(split_points))
+        yield PlanShape(mesh, placement, model, split, ranking.least_s(split_points))
 
 
 def _forwards_s(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> float:
@@ -164,7 +164,7 @@ def pipeline_of(
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
     fixed = request.config.fixed("estimator", "perturbations", "weights", "forward")
     fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no split point, as its plans say
-    plain = Shape(Mesh(), alone, request.config.spec, Split())
+    plain = PlanShape(Mesh(), alone, request.config.spec, Split())
     return PlacedPipeline(mesh, machines, plan_on(request, plain, {}, fixed))
 
 
@@ -295,7 +295,7 @@ def too_few_ranks(request: Request) -> PlanError:
     )
 
 
-def plan_on(request: Request, shape: Shape, point: AxisValues, fixed: AxisValues | None = None) -> Plan:
+def plan_on(request: Request, shape: PlanShape, point: AxisValues, fixed: AxisValues | None = None) -> Plan:
     """Return the plan of a shape and the values of other axes, with the fields that the request fixes.
 
     Raises
@@ -322,7 +322,7 @@ def plan_on(request: Request, shape: Shape, point: AxisValues, fixed: AxisValues
         )
 
 
-def transfers_on(shape: Shape) -> tuple[Transfers, ...]:
+def transfers_on(shape: PlanShape) -> tuple[Transfers, ...]:
     """Return how ranks can share the host's copies: with several alike on each host in all ways, else by themselves."""
     if shape.mesh.stage > 1:
         return ("private",)

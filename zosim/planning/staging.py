@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from topology.errors import PlanError
 from zosim.planning.request import Request
-from zosim.planning.space import FOR_WEIGHTS, Shape, layouts, pipeline_of, shares
+from zosim.planning.space import FOR_WEIGHTS, PlanShape, layouts, pipeline_of, shares
 from zosim.planning.split_search import BoundedSplitPoints, Costs, Ranking
 from zosim.plans import Estimator, Mesh
 
@@ -34,7 +34,7 @@ class _StageShape:
         return float(f"{self.best.bound_s:.6g}"), self.mesh.world_size
 
 
-def staged_shapes(request: Request, costs: Costs) -> Iterator[Shape]:
+def staged_shapes(request: Request, costs: Costs) -> Iterator[PlanShape]:
     """Yield the meshes of several stages with the least bounds, each with its best split points.
 
     Raises
@@ -54,7 +54,7 @@ def staged_shapes(request: Request, costs: Costs) -> Iterator[Shape]:
         model = request.split_options.split(request.config.spec, split_points)
         placement = next(layouts(request, mesh.world_size))
         split = shape.ranking.split(split_points)
-        yield Shape(mesh, placement, model, split, shape.ranking.least_s(split_points))
+        yield PlanShape(mesh, placement, model, split, shape.ranking.least_s(split_points))
 
 
 def _bounded_meshes(request: Request, costs: Costs) -> Iterator[_StageShape]:

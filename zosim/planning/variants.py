@@ -28,7 +28,7 @@ from costmodel.formats import FORMATS, TransferFormat
 from topology.errors import PlanError
 from zosim.planning.request import Request
 from zosim.planning.space import (
-    Shape,
+    PlanShape,
     Transfers,
     check,
     named_shapes,
@@ -84,7 +84,7 @@ class Variants:
         self.contradiction: PlanError | None = None
         """Why the first of the plans that contradict the request is none."""
 
-    def of(self, shape: Shape) -> tuple[Variant, ...]:
+    def of(self, shape: PlanShape) -> tuple[Variant, ...]:
         """Return what a shape leaves open; nothing where all of it contradicts the request."""
         mesh, transfers = shape.mesh, transfers_on(shape)
         key = mesh.world_size > 1, mesh.is_staged, transfers
@@ -92,20 +92,20 @@ class Variants:
             self._known[key] = tuple(self._worked_out(shape, transfers))
         return self._known[key]
 
-    def plans(self, shape: Shape) -> list[Plan]:
+    def plans(self, shape: PlanShape) -> list[Plan]:
         """Return the plans of a shape, in the order of its variants."""
         variants = self.of(shape)
         base = self._checked(shape, variants[0].axes) if variants else None
         return [] if base is None else [base.model_copy(update=dict(variant.axes)) for variant in variants]
 
-    def _checked(self, shape: Shape, axes: Mapping[str, Axis | Mapping[str, object]]) -> Plan | None:
+    def _checked(self, shape: PlanShape, axes: Mapping[str, Axis | Mapping[str, object]]) -> Plan | None:
         try:
             return plan_on(self._request, shape, {name: dict(axis) for name, axis in axes.items()})
         except PlanError as error:
             self.contradiction = self.contradiction or error
             return None
 
-    def _worked_out(self, shape: Shape, transfers: tuple[Transfers, ...]) -> Iterator[Variant]:
+    def _worked_out(self, shape: PlanShape, transfers: tuple[Transfers, ...]) -> Iterator[Variant]:
         tried = _tried(self._request, transfers)
         numbers: dict[frozenset[Any], int] = {}
         axes_of: dict[frozenset[Any], dict[str, Axis] | None] = {}
@@ -205,7 +205,7 @@ def placements(request: Request) -> Iterator[Plan]:
         raise variants.contradiction or too_few_ranks(request)
 
 
-def shapes(request: Request, costs: Costs | None = None) -> Iterator[Shape]:
+def shapes(request: Request, costs: Costs | None = None) -> Iterator[PlanShape]:
     """Yield the shapes that the request admits, those of several stages last."""
     costs = costs or Costs(request.config.spec, request.split_options)
     # What multiplies quantized weights, and a forward of all points, takes other seconds.
