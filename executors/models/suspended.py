@@ -42,7 +42,7 @@ class SuspendedForward:
         self._due: tuple[int, Call] | None = None
         self._output: Any = None
         self._result: Any = None
-        weakref.finalize(self, self._resumed.put, None)
+        weakref.finalize(self, self._resumed.put, None).atexit = False
         channels = self._resumed, self._reached, torch.is_grad_enabled()
         Thread(target=_run, args=(forward, *channels), daemon=True).start()
         self._go_on()
