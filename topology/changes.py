@@ -248,12 +248,12 @@ def targets_of(topology: Topology, target: str, quantity: Quantity) -> frozenset
 def _quantities(item: Node | Link) -> list[Quantity]:
     if isinstance(item, Link):
         return ["bandwidth", "latency"] if item.type.bandwidth is not None else ["latency"]
-    found: list[Quantity] = list(_FACTORS) if item.spec is not None else []
+    quantities: list[Quantity] = list(_FACTORS) if item.spec is not None else []
     bandwidth = item.bandwidth if item.spec is None else item.spec.memory_bandwidth
     size = item.capacity if item.spec is None else item.spec.memory
-    found += ["bandwidth"] if bandwidth is not None else []
-    found += ["memory"] if size is not None else []
-    return found
+    quantities += ["bandwidth"] if bandwidth is not None else []
+    quantities += ["memory"] if size is not None else []
+    return quantities
 
 
 def without(topology: Topology, name: str) -> Topology:

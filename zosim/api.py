@@ -217,7 +217,7 @@ def compare(
         If there is no such run, or it has no such rank.
     """
     from zosim.analysis.compare import slowest_rank
-    from zosim.planning.differences import Differences, Side
+    from zosim.planning.differences import ComparedSide, Differences
     from zosim.timeline import Timeline
 
     directory = Path(run)
@@ -231,7 +231,7 @@ def compare(
             raise PlanError(f"{directory} is a plan, but the third must be a run", hint="name the run last")
         first, other = simulate(plan, **where), simulate(directory, **where)
         if details:
-            return Differences((Side("predicted A", first), Side("predicted B", other)))
+            return Differences((ComparedSide("predicted A", first), ComparedSide("predicted B", other)))
         return PlanComparison(first, other)
     if not directory.is_dir():
         raise TimelineError(
@@ -247,10 +247,12 @@ def compare(
         raise TimelineError(f"the run has no rank {chosen}", hint=f"its ranks: {ranks}")
     if second is not None:
         first = ran if plan is None else simulate(plan, **where)
-        plans = Side("predicted A", first), Side("predicted B", simulate(second, **where))
-        return Differences((*plans, Side("measured", ran, measured, chosen)))
+        plans = ComparedSide("predicted A", first), ComparedSide("predicted B", simulate(second, **where))
+        return Differences((*plans, ComparedSide("measured", ran, measured, chosen)))
     if details:
-        return Differences((Side("predicted", ran, rank=chosen), Side("measured", ran, measured, chosen)))
+        return Differences(
+            (ComparedSide("predicted", ran, rank=chosen), ComparedSide("measured", ran, measured, chosen))
+        )
     return compared(ran, measured, chosen)
 
 

@@ -63,9 +63,9 @@ def derivatives(planned: PlannedRun, *, each: bool = False) -> tuple[Derivative,
     critical; at one of them this is the mean of the slopes on both sides.
     """
     topology, devices = planned.topology, planned.plan.placement.devices
-    known = levers(topology, devices, to_derive=True, each=each)
-    found = [_derivative(planned, lever) for lever in known if lever.value]
-    return tuple(sorted(found, key=lambda item: -abs(item.elasticity)))
+    figures = levers(topology, devices, to_derive=True, each=each)
+    listed = [_derivative(planned, lever) for lever in figures if lever.value]
+    return tuple(sorted(listed, key=lambda item: -abs(item.elasticity)))
 
 
 def _derivative(planned: PlannedRun, lever: Lever) -> Derivative:
@@ -115,16 +115,16 @@ class NextLimit:
     step_time_s: float
 
 
-def next_limit(planned: PlannedRun, found: Sequence[Derivative]) -> NextLimit | None:
+def next_limit(planned: PlannedRun, known: Sequence[Derivative]) -> NextLimit | None:
     """Return the limit after the first; None where a step depends on one figure alone.
 
     Parameters
     ----------
     planned : PlannedRun
-    found : sequence of Derivative
+    known : sequence of Derivative
         Those of the plan.
     """
-    rivals = [item.lever for item in found if item.matters][:_NUM_RIVALS]
+    rivals = [item.lever for item in known if item.matters][:_NUM_RIVALS]
     if len(rivals) < 2:
         return None
     first = rivals[0]

@@ -20,7 +20,7 @@ _NUM_INSTRUCTIONS = 10
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedSide:
     """One prediction or measurement.
 
     Attributes
@@ -111,10 +111,10 @@ class Differences:
 
     Attributes
     ----------
-    sides : tuple of Side
+    sides : tuple of ComparedSide
     """
 
-    sides: tuple[Side, ...]
+    sides: tuple[ComparedSide, ...]
 
     @cached_property
     def links(self) -> tuple[DifferenceRow, ...]:

@@ -10,7 +10,7 @@ import typer
 from rich.control import Control
 from rich.segment import ControlType
 
-from zosim.applications.sweep.sweeping import Progress
+from zosim.applications.sweep.sweeping import SweepProgress
 from zosim.applications.sweep.sweeping import sweep as sweep_of
 from zosim.console import emit, stderr
 from zosim.options import Json
@@ -73,7 +73,7 @@ def sweep(
 
     The same command goes on where it was interrupted or killed. A configuration that fails is a row with its error.
     """
-    swept = sweep_of(
+    outcome = sweep_of(
         file,
         output,
         workers=workers,
@@ -82,8 +82,8 @@ def sweep(
         table=table,
         on_progress=_Reporter(),
     )
-    stderr.print(f"wrote {swept.output}", markup=False, soft_wrap=True)
-    emit(swept.to_data(), json=as_json, text=swept.report())
+    stderr.print(f"wrote {outcome.output}", markup=False, soft_wrap=True)
+    emit(outcome.to_data(), json=as_json, text=outcome.report())
 
 
 class _Reporter:
@@ -92,7 +92,7 @@ class _Reporter:
     def __init__(self) -> None:
         self._due_s = time.monotonic() + (0.0 if stderr.is_terminal else _REPORT_EVERY_S)
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SweepProgress) -> None:
         is_last = progress.num_done == progress.num_total
         if time.monotonic() < self._due_s and not (is_last and stderr.is_terminal):
             return

@@ -125,12 +125,12 @@ def key_of(inputs: Mapping[str, Any], version: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def present_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def plan_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under present names, as :func:`zosim.plan` takes them; a table has texts alone."""
-    present = in_present_words(dict(settings), [*_options(), *_arguments()])
-    if "threads" in present:
-        present["threads"] = int(present["threads"])
-    return present
+    options = in_present_words(dict(settings), [*_options(), *_arguments()])
+    if "threads" in options:
+        options["threads"] = int(options["threads"])
+    return options
 
 
 @lru_cache(_CACHED_VALUES)

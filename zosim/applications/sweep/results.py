@@ -156,16 +156,16 @@ class Results:
 
     def get(self, key: str) -> ResultRow | None:
         """Return the row of a key."""
-        found = self._database.execute("SELECT * FROM results WHERE key = ?", (key,)).fetchone()
-        return None if found is None else _row(found)
+        row = self._database.execute("SELECT * FROM results WHERE key = ?", (key,)).fetchone()
+        return None if row is None else _row(row)
 
     def rows(self) -> Iterator[ResultRow]:
         """Yield all rows in the order of their keys, one at a time."""
         yield from map(_row, self._database.execute("SELECT * FROM results ORDER BY key"))
 
 
-def _row(found: Sequence[Any]) -> ResultRow:
-    key, inputs, result, error = found
+def _row(row: Sequence[Any]) -> ResultRow:
+    key, inputs, result, error = row
     return ResultRow(key, json.loads(inputs), error if result is None else json.loads(result))
 
 

@@ -21,10 +21,10 @@ from zosim.applications.sweep.configurations import (
     code_version,
     configurations,
     key_of,
-    present_settings,
+    plan_settings,
 )
 from zosim.applications.sweep.results import Outcome, ResultRow, Results, write_csv
-from zosim.applications.sweep.workers import Evaluate, Task, outcomes
+from zosim.applications.sweep.workers import Evaluate, SweepTask, outcomes
 from zosim.applications.validation.tables import RowsError
 from zosim.documents import check_writable
 from zosim.report import Report, Table
@@ -38,7 +38,7 @@ _COMMIT_EVERY_S = 0.5
 
 def planned_figures(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the plan that `zosim plan` chooses for a configuration."""
-    decision = api.plan(**present_settings(settings))
+    decision = api.plan(**plan_settings(settings))
     prediction = decision.prediction
     return {
         "step_time_s": prediction.step_time_s,
@@ -54,7 +54,7 @@ def planned_figures(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """How far a sweep is.
 
     Attributes
@@ -80,7 +80,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepOutcome:
     """What came of a sweep.
 
     Attributes
@@ -164,8 +164,8 @@ def sweep(
     table: str | Path | None = None,
     executor: Executor | None = None,
     evaluate: Evaluate = planned_figures,
-    on_progress: Callable[[Progress], object] = lambda _: None,
-) -> Swept:
+    on_progress: Callable[[SweepProgress], object] = lambda _: None,
+) -> SweepOutcome:
     """Plan every configuration of a file, and keep the results in a database; what is there already is not done again.
 
     Parameters
@@ -188,7 +188,7 @@ def sweep(
     evaluate : callable
         From the settings of a configuration to its figures; a function that workers can import.
     on_progress : callable
-        Called with a :class:`Progress` as configurations end.
+        Called with a :class:`SweepProgress` as configurations end.
 
     Raises
     ------
@@ -221,12 +221,12 @@ def sweep(
             if now_s - committed_s > _COMMIT_EVERY_S:
                 results.commit()
                 committed_s = now_s
-            on_progress(Progress(num_known + num_new, len(keys), num_new / max(now_s - begin_s, 1e-9)))
+            on_progress(SweepProgress(num_known + num_new, len(keys), num_new / max(now_s - begin_s, 1e-9)))
         results.commit()
         if table is not None:
             write_csv(Path(table), lambda: (row for row in results.rows() if row.key in keys))
         errors, fastest = _summary(row for row in results.rows() if row.key in keys)
-    return Swept(
+    return SweepOutcome(
         file, output, len(keys), num_new, errors.total(), tuple(errors.most_common()), tuple(fastest)
     )
 
@@ -278,13 +278,13 @@ class _Space:
             raise RowsError("\n  ".join(error.message for error in wrong), hint="; ".join(hints) or None)
         return keys
 
-    def tasks(self, pending: set[str]) -> Iterator[Task]:
+    def tasks(self, pending: set[str]) -> Iterator[SweepTask]:
         """Yield what is pending, in the order of the file; the first of equal configurations stands for all."""
         for configuration in configurations(self.file):
             key = self._key(configuration)
             if key in pending:
                 pending.remove(key)
-                yield Task(key, configuration.settings)
+                yield SweepTask(key, configuration.settings)
 
 
 def _part(shard: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ _MOST_DEATHS = 3
 """After which a configuration is held to kill its process."""
 
 
-class Task(NamedTuple):
+class SweepTask(NamedTuple):
     """A configuration to evaluate, under its key."""
 
     key: str
@@ -40,13 +40,13 @@ def outcome_of(evaluate: Evaluate, settings: Mapping[str, Any]) -> Outcome:
 
 
 def outcomes(
-    tasks: Iterable[Task], evaluate: Evaluate, num_workers: int, executor: Executor | None = None
-) -> Iterator[list[tuple[Task, Outcome]]]:
+    tasks: Iterable[SweepTask], evaluate: Evaluate, num_workers: int, executor: Executor | None = None
+) -> Iterator[list[tuple[SweepTask, Outcome]]]:
     """Yield what became of tasks as they end, those together that have ended at the same time.
 
     Parameters
     ----------
-    tasks : iterable of Task
+    tasks : iterable of SweepTask
         Taken as workers come to them.
     evaluate : callable
         A function that workers can import.
@@ -64,34 +64,38 @@ def outcomes(
         return
     rest = iter(tasks)
     while True:
-        lost: list[Task] = []
+        lost: list[SweepTask] = []
         with _pool(num_workers) as pool:
             yield from _until_done(rest, evaluate, num_workers, pool, lost)
         if not lost:
             return
-        for found in _one_by_one(lost, evaluate):
-            yield [found]
+        for outcome in _one_by_one(lost, evaluate):
+            yield [outcome]
 
 
 def _until_done(
-    tasks: Iterable[Task], evaluate: Evaluate, num_workers: int, executor: Executor, lost: list[Task]
-) -> Iterator[list[tuple[Task, Outcome]]]:
+    tasks: Iterable[SweepTask],
+    evaluate: Evaluate,
+    num_workers: int,
+    executor: Executor,
+    lost: list[SweepTask],
+) -> Iterator[list[tuple[SweepTask, Outcome]]]:
     """Yield outcomes until the tasks have ended, or our own pool breaks, which leaves what was in flight in `lost`."""
-    running: dict[Future[Outcome], Task] = {}
+    running: dict[Future[Outcome], SweepTask] = {}
     is_own = isinstance(executor, _Pool)
 
-    def done() -> list[tuple[Task, Outcome]]:
+    def done() -> list[tuple[SweepTask, Outcome]]:
         ended, _ = wait(running, return_when=FIRST_COMPLETED)
-        found: list[tuple[Task, Outcome]] = []
+        results: list[tuple[SweepTask, Outcome]] = []
         for future in ended:
             task, error = running.pop(future), future.exception()
             if isinstance(error, BrokenExecutor):
                 lost.append(task)
             elif error is not None:  # the executor's own, such as a worker that it gave up
-                found.append((task, f"{WORKER_DIED}: {type(error).__name__}: {error}"))
+                results.append((task, f"{WORKER_DIED}: {type(error).__name__}: {error}"))
             else:
-                found.append((task, future.result()))
-        return found
+                results.append((task, future.result()))
+        return results
 
     try:
         for task in tasks:
@@ -115,7 +119,7 @@ def _until_done(
         )
 
 
-def _one_by_one(tasks: list[Task], evaluate: Evaluate) -> Iterator[tuple[Task, Outcome]]:
+def _one_by_one(tasks: list[SweepTask], evaluate: Evaluate) -> Iterator[tuple[SweepTask, Outcome]]:
     """Yield outcomes of tasks of which one may kill its process: alone it shows it, and the others come to no harm."""
     num_deaths = 0
     while tasks:

@@ -252,9 +252,9 @@ def whatif(
         except PlanError as error:
             nothing = error.message
     examined = after or before
-    found = () if derive == "none" else derivatives(examined, each=derive == "each")
+    by_figure = () if derive == "none" else derivatives(examined, each=derive == "each")
     words = (*changes, *(f"without {name}" for name in drop))
-    return WhatIf(words, before, after, hindrance, replanned, nothing, found)
+    return WhatIf(words, before, after, hindrance, replanned, nothing, by_figure)
 
 
 def _there(before: PlannedRun, topology: Topology, search: PlanConfig) -> tuple[PlannedRun | None, str]:
@@ -281,16 +281,13 @@ def _planned_anew(before: PlannedRun, topology: Topology, search: PlanConfig) ->
             **{
                 key: getattr(axis, key)
                 for key, field in fields_of(type(axis)).items()
-                if not field.setting.planned
+                # Densities are of the plan's own split points.
+                if not field.setting.planned and key != "densities"
             }
         )
         for name, axis in plan.axes.items()
         if name not in ("mesh", "placement")
     }
-    # Densities are of the plan's own split points.
-    fixed["split"] = type(plan.split).model_construct(
-        codec=plan.split.codec, residual_codec=plan.split.residual_codec
-    )
     # Not a copy, which would take along what was computed of the split model.
     whole = {"param_groups": joined_halves(plan.model.param_groups), "split_blocks": ()}
     model = ModelSpec(**{**dict(plan.model), **whole})
