@@ -14,7 +14,7 @@ Where blocks may live and how they are visited, of OPT-125M on one GPU without l
 >>> request = Request(PlanConfig(model=read_model_spec("opt-125m"), seq=16), hardware)
 >>> plans = [plan.describe() for plan in placements(request)]
 >>> len(plans), plans[0], plans[-1]
-(52, 'mezo, blockwise', 'zo2, 1 staging buffer, draws ahead, perturbations kept')
+(52, 'mezo, blockwise', 'zo2, 1 staging buffer, samples ahead, perturbations kept')
 """
 
 from __future__ import annotations

@@ -167,6 +167,6 @@ class Perturbations(Axis):
             lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""
             yield f"{self.distribution} perturbations of rank {self.rank}{lazily}"
         if self.sampled_ahead and plan.weights.perturbation == "serial":
-            yield "draws ahead"
+            yield "samples ahead"
         if self.kept:
             yield "perturbations kept"
