@@ -231,7 +231,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "call_s.embed": (100e-6, 20e-6, 600e-6),
         "call_s.block": (60e-6, 10e-6, 400e-6),
         "call_s.head": (60e-6, 10e-6, 400e-6),
-        "call_s.collective": (10e-6, 1e-6, 45e-6),
+        "call_s.collective": (25e-6, 1e-6, 45e-6),
         "kernel_s": (2e-6, 1e-6, 4e-6),
         "factor_rate": (10e9, 1e9, 300e9),
         "kernel_s.product": (2e-6, 0.5e-6, 5e-6),
@@ -282,8 +282,8 @@ _HOST_SOURCES = {
     "seed_s": "assumed: the Mersenne Twister's 624 words, and the calls around them",
     "jump_s": _CPU_JUMP_SOURCE,
     "factor_rate": "assumed: LAPACK's panels of tens of columns, which few cores share; 8 to 16 Gflop/s on one core of a Zen 5",
-    "call_s.collective": "assumed between calls that follow each other, which take what NCCL's model says (four A100s 10 us for 8 bytes, "
-    "https://github.com/NVIDIA/nccl-tests/issues/331), and calls from Python to ranks that come one after the other, 25 us more",
+    "call_s.collective": "between the time that NCCL's model gives sums below 16 MiB and published ones: the call, its streams' "
+    "events, and ranks that come one after the other",
     "call_s.batch": "assumed: tokens looked through for the rows that they name",
     "call_s.embed": "assumed: the model's code from its entry to the first block",
     "call_s.block": "assumed: a block's Python modules",
