@@ -12,7 +12,7 @@ from zosim.config import PlanConfig
 from zosim.planning.planner import choose
 from zosim.planning.request import Hardware, Request
 from zosim.planning.split_options import SplitOptions
-from zosim.plans import Weights
+from zosim.plans import Mesh, Weights
 
 DESKTOP = load_preset("rtx4090-2x")
 
@@ -89,6 +89,20 @@ def test_hosts_of_two_kinds_may_be_listed_in_any_order():
         found.append((decision.prediction.step_time_s, decision.plan.mesh, kinds_of(decision, topology)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
     assert found[0][1:] == found[1][1:]
+
+
+def test_stages_are_as_long_as_their_devices_are_fast():
+    splits = []
+    for slow in ("gpu0", "gpu1"):
+        spec = {"spec": catalogue().devices["t4"]}
+        nodes = tuple(node.model_copy(update=spec) if node.id == slow else node for node in DESKTOP.nodes)
+        topology = DESKTOP.model_copy(update={"nodes": nodes})
+        decision = chosen(topology, "opt-1.3b", batch=2, seq=128, mesh=Mesh(stage=2))
+        assert kinds_of(decision, topology) == ["rtx4090", "t4"]
+        splits.append(decision.plan.split_points)
+        of_fast, of_slow = (len(decision.plan.segments_of(rank)) for rank in (0, 1))
+        assert of_fast > 1.5 * of_slow
+    assert splits[0] == splits[1]
 
 
 def test_a_device_that_is_named_comes_first():

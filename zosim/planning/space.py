@@ -75,9 +75,12 @@ def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterato
 
 def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[PlanShape]:
     """Yield a mesh of several stages with each of the split points that are worth a look."""
-    limit_bytes = FOR_WEIGHTS * min(map(request.device_limit_bytes, placement.devices))
+    limits_bytes = [
+        FOR_WEIGHTS * min(request.device_limit_bytes(placement.devices[rank]) for rank in ranks)
+        for ranks in zip(*mesh.pipelines, strict=True)
+    ]
     splits: dict[Split, tuple[str, ...]] = {}
-    for split_points in ranking.best(limit_bytes):
+    for split_points in ranking.best(limits_bytes):
         splits.setdefault(ranking.split(split_points), split_points)
     for split, split_points in splits.items():
         model = request.split_options.split(request.config.spec, split_points)

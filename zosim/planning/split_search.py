@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from operator import le
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,18 +148,19 @@ class Costs:
         place = {segment: number for number, segment in enumerate(self.whole.segments)}
         return {split_point: place[last_before(split_point, place)] + 1 for split_point in self.names}
 
-    def seconds(self, pipeline: PlacedPipeline) -> SegmentSeconds:
-        """Return the seconds of every segment on the site's first device."""
+    def seconds(self, pipeline: PlacedPipeline, stage: int = 0) -> SegmentSeconds:
+        """Return the seconds of every segment on the device of a stage."""
         # Meshes differ in stages and hops; what a segment takes, in sequences alone.
-        key = (id(pipeline.machines[0].profile), pipeline.num_sequences)
+        machine = pipeline.machines[stage]
+        key = (id(machine.profile), pipeline.num_sequences)
         if key not in self._known:
-            self._known[key] = self._worked_out(pipeline)
+            self._known[key] = self._worked_out(pipeline, machine)
         return self._known[key]
 
-    def _worked_out(self, pipeline: PlacedPipeline) -> SegmentSeconds:
+    def _worked_out(self, pipeline: PlacedPipeline, machine: Machine) -> SegmentSeconds:
         small = self._small
         plan = pipeline.plan.model_copy(update={"model": small, "batch": pipeline.num_sequences})
-        program, machine, num_eval_points = unordered(plan), pipeline.machines[0], len(plan.eval_points)
+        program, num_eval_points = unordered(plan), len(plan.eval_points)
         forward: dict[str, float] = defaultdict(float)
         once: dict[str, float] = defaultdict(float)
         for item in program.step:
@@ -246,10 +248,10 @@ class Ranking:
         self._costs = costs or Costs(pipeline.plan.model, split_options)
         self._known_boundaries: dict[str, tuple[float, float, float]] = {}
 
-    def best(self, limit_bytes: float = np.inf) -> list[tuple[str, ...]]:
+    def best(self, limits_bytes: Sequence[float] = ()) -> list[tuple[str, ...]]:
         """Return the split points worth a simulation: those asked for, or the best inside blocks and between them, and SparQ's own choice.
 
-        None of their stages has more bytes of weights, where that is possible.
+        None of their stages has more bytes of weights than the limit of each, where that is possible.
         """
         if self._split_options.split_points:
             return [self._split_options.split_points]
@@ -259,11 +261,11 @@ class Ranking:
         candidates = [
             split_points
             for names in (between, inside)
-            for split_points in self._best_of(names, num_boundaries, limit_bytes)
+            for split_points in self._best_of(names, num_boundaries, limits_bytes)
         ]
         # Several split points may be of both kinds. Those of one kind are simulated all the same: a codec does other things inside a block than between.
         if num_boundaries > 1:
-            candidates += self._best_of(self._costs.names, num_boundaries, limit_bytes)
+            candidates += self._best_of(self._costs.names, num_boundaries, limits_bytes)
         candidates.append(
             sparsest_near_the_middle(self._costs.names, self._split_options.densities, num_boundaries + 1)
         )
@@ -271,44 +273,50 @@ class Ranking:
             split_points for split_points in dict.fromkeys(candidates) if len(split_points) == num_boundaries
         ]
 
-    def best_of_all(self, limit_bytes: float = np.inf) -> BoundedSplitPoints:
+    def best_of_all(self, limits_bytes: Sequence[float] = ()) -> BoundedSplitPoints:
         """Return the best split points of any kind, of whose stages none has more bytes of weights, if there are any."""
         if self._split_options.split_points:
             return BoundedSplitPoints(
                 self._split_options.split_points, self.bound_s(self._split_options.split_points)
             )
-        split_points = self._spread(self._costs.names, self._pipeline.num_stages - 1, limit_bytes)
+        split_points = self._spread(self._costs.names, self._pipeline.num_stages - 1, limits_bytes)
         return BoundedSplitPoints(split_points, self.bound_s(split_points) if split_points else np.inf)
 
     def _best_of(
-        self, names: Sequence[str], num_boundaries: int, limit_bytes: float
+        self, names: Sequence[str], num_boundaries: int, limits_bytes: Sequence[float]
     ) -> list[tuple[str, ...]]:
         if len(names) < num_boundaries:
             return []
         if num_boundaries == 1:
             alone: list[tuple[str, ...]] = [(name,) for name in names]
-            fitting = [each for each in alone if self.weight_bytes(each) <= limit_bytes]
+            fitting = [each for each in alone if self.fits(each, limits_bytes)]
             return sorted(fitting or alone, key=self.bound_s)[:_NUM_TRIED]
-        return [self._spread(names, num_boundaries, limit_bytes) or self._spread(names, num_boundaries)]
+        return [self._spread(names, num_boundaries, limits_bytes) or self._spread(names, num_boundaries)]
 
     def _spread(
-        self, names: Sequence[str], num_boundaries: int, limit_bytes: float = np.inf
+        self, names: Sequence[str], num_boundaries: int, limits_bytes: Sequence[float] = ()
     ) -> tuple[str, ...]:
         """Return the split points of least bound; none where no stages keep to the limit."""
         if len(names) < num_boundaries:
             return ()
         # Boundary by boundary, the cheapest way to each place is kept, and from where it came.
-        table = self._table(names)
+        tables, limits = self._tables(names), limits_bytes or [np.inf] * (num_boundaries + 1)
         # Places between which stages lie: the model's beginning, the split points, its end.
-        busy = np.where(table.weight_bytes <= limit_bytes, table.busy_s, np.inf)
-        last = len(names) + 1
+        table, last = tables[0], len(names) + 1
+        # What a stage's device takes longer for a point than the first stage's would.
+        later = [each.forward_s - table.forward_s for each in tables]
+        busy = [
+            np.where(each.weight_bytes <= limit, each.busy_s, np.inf)
+            for each, limit in zip(tables, limits, strict=True)
+        ]
         # The cheapest split points up to each place: the fullest stage, all messages, the slowest point.
-        cheapest = [(busy[0].copy(), table.boundary_s.copy(), table.eval_point_s[0].copy())]
+        cheapest = [(busy[0][0].copy(), table.boundary_s.copy(), table.eval_point_s[0].copy())]
         before: list[NDArray[np.intp]] = []
-        for _ in range(num_boundaries):
+        for stage in range(1, num_boundaries + 1):
             most, sent, slowest = cheapest[-1]
-            most, sent = np.maximum(most[:, None], busy), sent[:, None] + table.boundary_s[None, :]
-            slowest = np.maximum(slowest[:, None], table.eval_point_s)
+            most = np.maximum(most[:, None], busy[stage])
+            sent = sent[:, None] + table.boundary_s[None, :] + later[stage]
+            slowest = np.maximum(slowest[:, None], tables[stage].eval_point_s)
             seconds = np.maximum(most, table.total_s + sent + (self._pipeline.num_eval_points - 1) * slowest)
             # Every stage ends behind the one before; a point of the model is entered from a split point.
             seconds[np.arange(last + 1)[:, None] >= np.arange(last + 1)[None, :]] = np.inf
@@ -328,8 +336,16 @@ class Ranking:
             places.append(int(chosen[places[-1]]))
         return tuple(names[place - 1] for place in reversed(places[1:]))
 
-    def _table(self, names: Sequence[str]) -> _CostTable:
-        seconds, num_eval_points = self._costs.seconds(self._pipeline), self._pipeline.num_eval_points
+    def _tables(self, names: Sequence[str]) -> list[_CostTable]:
+        """Return what each stage costs on its device."""
+        made: dict[int, _CostTable] = {}
+        for stage, machine in enumerate(self._pipeline.machines):
+            if id(machine.profile) not in made:
+                made[id(machine.profile)] = self._table(names, stage)
+        return [made[id(machine.profile)] for machine in self._pipeline.machines]
+
+    def _table(self, names: Sequence[str], stage: int = 0) -> _CostTable:
+        seconds, num_eval_points = self._costs.seconds(self._pipeline, stage), self._pipeline.num_eval_points
         # Sums up to each place, whose differences are what lies between two.
         ends = np.array([0, *(self._costs.ends[name] for name in names), len(seconds.forward)])
         boundaries = np.array(
@@ -348,32 +364,41 @@ class Ranking:
             np.maximum(own, transfer[None, :]),
             boundaries.sum(1),
             stored[None, :] - stored[:, None],
+            forward[None, :] - forward[:, None],
             float(seconds.forward.sum()),
         )
 
     def bound_s(self, split_points: Sequence[str]) -> float:
         """Return the seconds that a step takes at least."""
-        table, last = self._table(split_points), len(split_points) + 1
-        places = list(itertools.pairwise(range(last + 1)))
-        busy_s = max(table.busy_s[place] for place in places)
-        eval_point_s = max(table.eval_point_s[place] for place in places)
-        sent_s = table.total_s + table.boundary_s.sum()
+        stages = list(
+            zip(self._tables(split_points), itertools.pairwise(range(len(split_points) + 2)), strict=True)
+        )
+        busy_s = max(table.busy_s[place] for table, place in stages)
+        eval_point_s = max(table.eval_point_s[place] for table, place in stages)
+        sent_s = sum(table.forward_s[place] for table, place in stages) + stages[0][0].boundary_s.sum()
         return float(max(busy_s, sent_s + (self._pipeline.num_eval_points - 1) * eval_point_s))
 
     def least_s(self, split_points: Sequence[str]) -> float:
         """Return the seconds that forwards and messages alone take, however perturbations are sampled and applied."""
-        seconds, num_eval_points = self._costs.seconds(self._pipeline), self._pipeline.num_eval_points
-        ends = [0, *(self._costs.ends[name] for name in split_points), len(seconds.forward)]
-        slowest_s = max(float(seconds.forward[begin:end].sum()) for begin, end in itertools.pairwise(ends))
+        num_segments, num_eval_points = len(self._costs.whole.segments), self._pipeline.num_eval_points
+        ends = [0, *(self._costs.ends[name] for name in split_points), num_segments]
+        forwards = [
+            float(self._costs.seconds(self._pipeline, stage).forward[begin:end].sum())
+            for stage, (begin, end) in enumerate(itertools.pairwise(ends))
+        ]
         sent_s = sum(sum(self._boundary_seconds(name)) for name in split_points)
-        return float(seconds.forward.sum()) + sent_s + (num_eval_points - 1) * slowest_s
+        return sum(forwards) + sent_s + (num_eval_points - 1) * max(forwards)
 
-    def weight_bytes(self, split_points: Sequence[str]) -> float:
-        """Return the weights of the fullest stage."""
+    def weight_bytes(self, split_points: Sequence[str]) -> list[float]:
+        """Return the weights of every stage."""
         table = self._table(split_points)
-        return float(
-            max(table.weight_bytes[place] for place in itertools.pairwise(range(len(split_points) + 2)))
-        )
+        return [
+            float(table.weight_bytes[place]) for place in itertools.pairwise(range(len(split_points) + 2))
+        ]
+
+    def fits(self, split_points: Sequence[str], limits_bytes: Sequence[float] = ()) -> bool:
+        """Whether the weights of every stage are within its limit."""
+        return not limits_bytes or all(map(le, self.weight_bytes(split_points), limits_bytes))
 
     def split(self, split_points: tuple[str, ...]) -> Split:
         """Return where and how the model is split."""
@@ -464,8 +489,9 @@ class _CostTable:
 
     Attributes
     ----------
-    busy_s, eval_point_s, weight_bytes : array of shape (num_places, num_places)
-        Of a stage from the one place to the other: seconds of a step, seconds for one evaluation point, and its weights.
+    busy_s, eval_point_s, weight_bytes, forward_s : array of shape (num_places, num_places)
+        Of a stage from the one place to the other: seconds of a step, seconds for one evaluation point, its weights, and
+        seconds of forwards alone.
     boundary_s : array of shape (num_places,)
         Of one message across each place; 0 at both ends.
     total_s : float
@@ -476,4 +502,5 @@ class _CostTable:
     eval_point_s: Seconds
     boundary_s: Seconds
     weight_bytes: Seconds
+    forward_s: Seconds
     total_s: float

@@ -6,7 +6,7 @@ Those that could undercut what is known without stages, and the best in any case
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from topology.errors import PlanError
@@ -69,25 +69,26 @@ def _bounded_meshes(request: Request, costs: Costs) -> Iterator[_StageShape]:
             mesh.most_eval_points(num_eval_points),
         )
         if key not in known:
-            pipeline = pipeline_of(request, mesh, next(layouts(request, key[0])), costs)
-            ranking = Ranking(pipeline, request.split_options, costs)
-            known[key] = ranking, _best(request, ranking)
+            placement = next(layouts(request, key[0]))
+            ranking = Ranking(pipeline_of(request, mesh, placement, costs), request.split_options, costs)
+            known[key] = ranking, _best(request, ranking, placement.devices)
         ranking, best = known[key]
         if best.split_points:
             yield _StageShape(mesh, best, ranking)
 
 
-def _best(request: Request, ranking: Ranking) -> BoundedSplitPoints:
+def _best(request: Request, ranking: Ranking, devices: Sequence[str]) -> BoundedSplitPoints:
     """Return the best split points whose stages fit their devices, or the best of all with the uploads that those take."""
-    limit = FOR_WEIGHTS * request.device_limit_bytes(request.hardware.device)
-    best = ranking.best_of_all(limit)
-    if not best.split_points or ranking.weight_bytes(best.split_points) > limit:
+    limits = [FOR_WEIGHTS * request.device_limit_bytes(device) for device in devices]
+    best = ranking.best_of_all(limits)
+    if not best.split_points or not ranking.fits(best.split_points, limits):
         best = ranking.best_of_all()
         if not best.split_points:
             return best
         # What does not fit is offloaded, so that a step takes the uploads at least.
         uploads_s = (
-            ranking.weight_bytes(best.split_points) / request.hardware.profile.values()["copy_h2d_bandwidth"]
+            max(ranking.weight_bytes(best.split_points))
+            / request.hardware.profile.values()["copy_h2d_bandwidth"]
         )
         best = replace(best, bound_s=max(best.bound_s, uploads_s))
     return best
