@@ -78,11 +78,14 @@ def test_a_lost_device_ends_a_plan_and_another_takes_its_place(shared):
     assert small.hindrance.startswith("it needs ")
 
 
+@pytest.mark.slow
 def test_a_slow_device_holds_up_its_rank_alone(shared):
-    slow = zosim.whatif(shared, changes=["gpu1.speed=0.5"], derive="none")
+    slow = zosim.whatif(shared, changes=["gpu1.speed=0.5"], derive="each")
     both = zosim.whatif(shared, changes=["gpu.speed=0.5"], derive="none")
     assert slow.before.step_time_s < slow.after.step_time_s <= both.after.step_time_s
     assert slow.after.prediction.slowest_rank == 1
+    elasticity = {item.lever.name: item.elasticity for item in slow.derivatives}
+    assert elasticity["compute rate of gpu1"] < -0.05 < elasticity["compute rate of gpu0"]
 
 
 def test_calibrated_rates_change_as_their_data_sheet_does(tmp_path):
@@ -103,16 +106,12 @@ def test_calibrated_rates_change_as_their_data_sheet_does(tmp_path):
     assert "matmul_rate.float16" not in ratios
 
 
-def test_the_command_prints_both_plans_and_the_derivatives(shared, tmp_path):
+def test_the_command_prints_both_plans(shared, tmp_path):
     shared.plan.save(tmp_path / "plan.json")
-    arguments = ["whatif", str(tmp_path / "plan.json"), "--set", "gpu1.speed=0.5", "--derive", "each"]
+    arguments = ["whatif", str(tmp_path / "plan.json"), "--set", "gpu1.speed=0.5", "--derive", "none"]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["after"]["step_time_s"] > data["before"]["step_time_s"]
-    figures = {item["figure"]: item for item in data["derivatives"]}
-    assert (
-        figures["compute rate of gpu1"]["elasticity"] < -0.05 < figures["compute rate of gpu0"]["elasticity"]
-    )
-    shown = CliRunner().invoke(app, [*arguments[:-1], "none"])
-    assert "the planner would choose" in shown.output
+    assert data["replanned"]["prediction"]["step_time_s"] <= data["after"]["step_time_s"]
+    assert "the planner would choose" in CliRunner().invoke(app, arguments).output
