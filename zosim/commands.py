@@ -43,10 +43,35 @@ def plan(
             rich_help_panel="Output",
         ),
     ] = None,
+    compare: Annotated[
+        Literal["first-order"] | None,
+        typer.Option(
+            help="What to compare the plan with: recipes of first-order fine-tuning on its devices.",
+            rich_help_panel="Estimator and optimizer",
+        ),
+    ] = None,
+    zeroth_order_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of steps to the target with the plan, for --compare.",
+            rich_help_panel="Estimator and optimizer",
+        ),
+    ] = None,
+    first_order_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of first-order steps to the same target, for --compare.",
+            rich_help_panel="Estimator and optimizer",
+        ),
+    ] = None,
     as_json: Json = False,
     **requested: Any,
 ) -> None:
     """Choose the fastest plan that fits the hardware, and explain the choice."""
+    if compare is None and (zeroth_order_steps or first_order_steps):
+        raise PlanError("steps to a target need --compare", hint="add --compare first-order")
     decision = api.plan(**requested)
     # Not before there is a plan: a help page needs none of it.
     from zosim.planning.views import decision_data, decision_view, front_data, front_view
@@ -78,6 +103,11 @@ def plan(
 
         stderr.print(f"wrote {draw_front(decision.front, front)}")
         data, view = data | front_data(decision), Report("", front_view(decision), view)
+    if compare is not None:
+        choice = api.choose_order(
+            decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
+        )
+        data, view = data | {"first_order": choice.to_data()}, Report("", view, choice.report())
     emit(data, json=as_json, text=view)
 
 

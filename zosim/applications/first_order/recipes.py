@@ -9,11 +9,12 @@ from costmodel.estimate import estimate
 from costmodel.formats import FORMATS
 from costmodel.models.backward import backward_work
 from costmodel.models.forward import forward_work
-from costmodel.models.model_spec import EMBED, HEAD
+from costmodel.models.model_spec import EMBED, HEAD, ModelSpec
 from costmodel.models.training import TrainingRun
 from costmodel.param_passes import copy_work
 from costmodel.rates.profile import Bound, Profile
 from costmodel.work import Matmul, Work
+from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.hardware.machines import machines_for
 
@@ -23,6 +24,46 @@ _ADAPTER_KERNELS = 6
 _HOOKS_S = 0.012
 """Seconds of the host for a block's forward and backward under ZeRO's third stage, whose hooks gather and free weights. Fitted
 to a published run of 7B on two devices, at 256 and 512 tokens."""
+
+
+def adapter_shapes(model: ModelSpec, targets: str) -> list[tuple[int, int]]:
+    """Return inputs and outputs of each linear of a block that carries an adapter, by what tools call these.
+
+    Raises
+    ------
+    PlanError
+        If a name is unknown, or there are none.
+    """
+    hidden, inner = model.hidden_size, model.intermediate_size
+    q_width, kv_width = model.num_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    up, down = (hidden, inner), (inner, hidden)
+    output = (q_width, hidden)
+    mlp = [up, up, down] if model.mlp == "gated" else [up, down]
+    q, kv = (hidden, q_width), (hidden, kv_width)
+    fused, is_qwen = (hidden, q_width + 2 * kv_width), "c_attn" in targets
+    names: list[tuple[str, list[tuple[int, int]]]] = [
+        ("q wq", [q]),
+        ("k v key value wk wv", [kv]),
+        ("o out output wo dense", [output]),
+        ("c_attn w_pack query_key_value qkv wqkv", [fused]),
+        ("gate up w1 w3 fc1 c_fc dense_h_to_4h", [up]),
+        ("w2", [up if is_qwen else down]),
+        ("down fc2 dense_4h_to_h", [down]),
+        ("c_proj", [output, down]),
+        ("mlp", mlp),
+        ("lm_head head embed_tokens embedding", []),
+        ("all all-linear", [q, kv, kv, output, *mlp]),
+    ]
+    known = {name: linears for several, linears in names for name in several.split()}
+    shapes: list[tuple[int, int]] = []
+    for target in filter(None, (part.strip().lower() for part in targets.split(","))):
+        name = target.removesuffix("_proj") if target != "c_proj" else target
+        if name not in known:
+            raise PlanError(f"no linear is called {target!r}", hint=f"names: {', '.join(known)}")
+        shapes += known[name]
+    if not shapes:
+        raise PlanError("adapters need a linear to stand beside", hint="such as q,v")
+    return shapes
 
 
 def step_seconds(

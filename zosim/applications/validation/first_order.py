@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from costmodel.models.model_spec import ModelSpec
 from costmodel.models.recipes import recipe_of
 from costmodel.models.training import LIBRARY_BYTES, Checkpointing, Sharding, TrainingRun
 from topology.errors import PlanError
-from zosim.applications.first_order.recipes import step_seconds
+from zosim.applications.first_order.recipes import adapter_shapes, step_seconds
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.models import model_of
@@ -82,46 +81,6 @@ def training_run(row: MeasuredRow, measured_machine: MeasuredMachine) -> Trainin
         attention=attention_of(row, measured_machine),
         habits=habits,
     )
-
-
-def adapter_shapes(model: ModelSpec, targets: str) -> list[tuple[int, int]]:
-    """Return inputs and outputs of each linear of a block that carries an adapter, by what rows call these.
-
-    Raises
-    ------
-    Unpredictable
-        If a name is unknown, or there are none.
-    """
-    hidden, inner = model.hidden_size, model.intermediate_size
-    q_width, kv_width = model.num_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    up, down = (hidden, inner), (inner, hidden)
-    output = (q_width, hidden)
-    mlp = [up, up, down] if model.mlp == "gated" else [up, down]
-    q, kv = (hidden, q_width), (hidden, kv_width)
-    fused, is_qwen = (hidden, q_width + 2 * kv_width), "c_attn" in targets
-    names: list[tuple[str, list[tuple[int, int]]]] = [
-        ("q wq", [q]),
-        ("k v key value wk wv", [kv]),
-        ("o out output wo dense", [output]),
-        ("c_attn w_pack query_key_value qkv wqkv", [fused]),
-        ("gate up w1 w3 fc1 c_fc dense_h_to_4h", [up]),
-        ("w2", [up if is_qwen else down]),
-        ("down fc2 dense_4h_to_h", [down]),
-        ("c_proj", [output, down]),
-        ("mlp", mlp),
-        ("lm_head head embed_tokens embedding", []),
-        ("all all-linear", [q, kv, kv, output, *mlp]),
-    ]
-    known = {name: linears for several, linears in names for name in several.split()}
-    shapes: list[tuple[int, int]] = []
-    for target in filter(None, (part.strip().lower() for part in targets.split(","))):
-        name = target.removesuffix("_proj") if target != "c_proj" else target
-        if name not in known:
-            raise Unpredictable(f"lora_targets {target!r} must be of {', '.join(known)}")
-        shapes += known[name]
-    if not shapes:
-        raise Unpredictable("lora_targets is empty")
-    return shapes
 
 
 def memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:

@@ -111,7 +111,8 @@ def _fitting_batch(row: MeasuredRow, measured_machine: MeasuredMachine) -> int:
     """Return how many sequences' keys and values the host holds beside the weights."""
     model, width = model_of(row), FORMATS[row.dtype].element_bytes
     topology = measured_machine.topology
-    there = topology.host_of(measured_machine.devices[0]).memory_bytes
+    host = topology.host_of(measured_machine.devices[0]).id
+    there = sum(memory.memory_bytes for memory in topology.of_type("memory") if memory.host == host)
     heads = model.num_key_value_heads * (model.head_dim + model.value_dim)
     each = model.latent.key_value_rank if model.latent else heads
     length = row.count("seq") + row.count_or("generated_tokens", 1)

@@ -1,0 +1,63 @@
+"""Zeroth or first order: recipes beside a plan, and the sentence that decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+import zosim
+from topology.errors import PlanError
+from zosim import api
+from zosim.applications.first_order.choice import Choice
+from zosim.applications.first_order.recipes import adapter_shapes
+from zosim.cli import app
+
+
+@pytest.fixture(scope="module")
+def choice() -> Choice:
+    decision = zosim.plan("opt-1.3b", "a100-80gb-milan", dtype="bfloat16", method="mezo", batch=8, seq=256)
+    return api.choose_order(decision)
+
+
+def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: Choice) -> None:
+    assert choice.best is not None
+    assert choice.best.name == "lora"
+    assert choice.verdict.startswith("Zeroth order is the wrong choice here: lora fits")
+    assert choice.zeroth.usd is not None
+    assert choice.zeroth.device_bytes < min(
+        one.device_bytes for one in choice.recipes if "lora" not in one.name
+    )
+
+
+def test_steps_to_a_target_decide_where_both_are_known(choice: Choice) -> None:
+    few = replace(choice, zeroth_order_steps=100, first_order_steps=1000)
+    many = replace(choice, zeroth_order_steps=20_000, first_order_steps=625)
+    assert few.verdict.startswith("Zeroth order is the choice here")
+    assert many.verdict.startswith("Zeroth order is the wrong choice here")
+    assert many.zeroth.total_s == pytest.approx(20_000 * many.zeroth.step_s)
+
+
+def test_zeroth_order_is_the_choice_where_no_recipe_fits() -> None:
+    decision = zosim.plan("opt-175b", "a100-80gb-milan", dtype="float16", batch=1, seq=256)
+    choice = api.choose_order(decision)
+    assert choice.best is None
+    assert "no first-order recipe fits" in choice.verdict
+
+
+def test_the_command_compares_and_says_what_steps_need() -> None:
+    words = ["plan", "--model", "opt-125m", "--hardware", "a100-80gb-milan", "--dtype", "float16"]
+    words += ["--batch", "1", "--seq", "64"]
+    shown = CliRunner().invoke(app, [*words, "--compare", "first-order"])
+    assert shown.exit_code == 0, shown.output
+    assert "qlora-nf4-dq" in shown.output
+    refused = CliRunner().invoke(app, [*words, "--first-order-steps", "5"])
+    assert refused.exit_code == 2
+
+
+def test_targets_of_adapters_go_by_the_names_of_tools(choice: Choice) -> None:
+    model = choice.planned.plan.model
+    assert adapter_shapes(model, "q_proj, v_proj") == adapter_shapes(model, "q,v") == 2 * [(2048, 2048)]
+    with pytest.raises(PlanError, match="no linear is called 'x'"):
+        adapter_shapes(model, "x")
