@@ -44,7 +44,7 @@ from zosim.plans import Plan, Section
 
 if TYPE_CHECKING:
     from zosim.analysis.compare import Comparison
-    from zosim.applications.first_order.choice import Choice
+    from zosim.applications.first_order.choice import OrderChoice
     from zosim.planning.differences import Differences
     from zosim.planning.planner import Decision
     from zosim.planning.predict import PlannedRun
@@ -119,7 +119,7 @@ def plan(
 
 def choose_order(
     decision: Decision, *, zeroth_order_steps: int | None = None, first_order_steps: int | None = None
-) -> Choice:
+) -> OrderChoice:
     """Hold a zeroth-order plan against recipes of first-order fine-tuning on the same devices.
 
     Parameters
@@ -130,9 +130,9 @@ def choose_order(
         Steps to the same target, with which both are compared by time and money.
     """
     from costmodel.devices.prices import shipped_prices
-    from zosim.applications.first_order.choice import Choice
+    from zosim.applications.first_order.choice import OrderChoice
 
-    return Choice(decision.chosen.planned, shipped_prices(), zeroth_order_steps, first_order_steps)
+    return OrderChoice(decision.chosen.planned, shipped_prices(), zeroth_order_steps, first_order_steps)
 
 
 @takes_earlier_names()

@@ -46,7 +46,7 @@ def plan(
     compare: Annotated[
         Literal["first-order"] | None,
         typer.Option(
-            help="What to compare the plan with: recipes of first-order fine-tuning on its devices.",
+            help="Recipes to compare the plan with, on its devices: those of first-order fine-tuning.",
             rich_help_panel="Estimator and optimizer",
         ),
     ] = None,

@@ -10,18 +10,18 @@ from typer.testing import CliRunner
 import zosim
 from topology.errors import PlanError
 from zosim import api
-from zosim.applications.first_order.choice import Choice
+from zosim.applications.first_order.choice import OrderChoice
 from zosim.applications.first_order.recipes import adapter_shapes
 from zosim.cli import app
 
 
 @pytest.fixture(scope="module")
-def choice() -> Choice:
+def choice() -> OrderChoice:
     decision = zosim.plan("opt-1.3b", "a100-80gb-milan", dtype="bfloat16", method="mezo", batch=8, seq=256)
     return api.choose_order(decision)
 
 
-def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: Choice) -> None:
+def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: OrderChoice) -> None:
     assert choice.best is not None
     assert choice.best.name == "lora"
     assert choice.verdict.startswith("Zeroth order is the wrong choice here: lora fits")
@@ -31,7 +31,7 @@ def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: Choice) -> 
     )
 
 
-def test_steps_to_a_target_decide_where_both_are_known(choice: Choice) -> None:
+def test_steps_to_a_target_decide_where_both_are_known(choice: OrderChoice) -> None:
     few = replace(choice, zeroth_order_steps=100, first_order_steps=1000)
     many = replace(choice, zeroth_order_steps=20_000, first_order_steps=625)
     assert few.verdict.startswith("Zeroth order is the choice here")
@@ -56,7 +56,7 @@ def test_the_command_compares_and_says_what_steps_need() -> None:
     assert refused.exit_code == 2
 
 
-def test_targets_of_adapters_go_by_the_names_of_tools(choice: Choice) -> None:
+def test_targets_of_adapters_go_by_the_names_of_tools(choice: OrderChoice) -> None:
     model = choice.planned.plan.model
     assert adapter_shapes(model, "q_proj, v_proj") == adapter_shapes(model, "q,v") == 2 * [(2048, 2048)]
     with pytest.raises(PlanError, match="no linear is called 'x'"):

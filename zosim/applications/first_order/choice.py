@@ -32,7 +32,7 @@ FEWEST_TIMES, MOST_TIMES = 10, 100
 
 
 @dataclass(frozen=True)
-class Contender:
+class TuningOption:
     """One way to tune the model.
 
     Attributes
@@ -69,7 +69,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OrderChoice:
     """A zeroth-order plan beside first-order recipes.
 
     Attributes
@@ -86,10 +86,10 @@ class Choice:
     first_order_steps: int | None = None
 
     @cached_property
-    def zeroth(self) -> Contender:
+    def zeroth(self) -> TuningOption:
         """The plan."""
         prediction = self.planned.prediction
-        return self._contender(
+        return self._option(
             "zeroth order",
             self.planned.plan.describe(),
             prediction.footprints.largest.device_bytes,
@@ -101,16 +101,16 @@ class Choice:
         )
 
     @cached_property
-    def recipes(self) -> tuple[Contender, ...]:
+    def recipes(self) -> tuple[TuningOption, ...]:
         """First-order recipes, each with the largest micro-batch that fits."""
         return tuple(self._of_recipe(RECIPES[name]) for name in _COMPARED)
 
     @property
-    def best(self) -> Contender | None:
+    def best(self) -> TuningOption | None:
         """The fastest recipe that fits."""
         return min((one for one in self.recipes if one.fits), key=lambda one: one.step_s, default=None)
 
-    def _of_recipe(self, recipe: TrainingRecipe) -> Contender:
+    def _of_recipe(self, recipe: TrainingRecipe) -> TuningOption:
         plan, topology = self.planned.plan, self.planned.topology
         devices = tuple(dict.fromkeys(plan.placement.devices))
         profile = self.planned.profile
@@ -139,7 +139,7 @@ class Choice:
         there = sum(memory.memory_bytes for memory in topology.of_type("memory") if memory.host in hosts)
         fits = run.allocated_bytes <= usable and run.host_bytes <= there
         reserved = max(min(run.reserved_bytes, usable), run.allocated_bytes)
-        return self._contender(
+        return self._option(
             recipe.name,
             recipe.description,
             reserved + context + LIBRARY_BYTES * (spec.type == "gpu"),
@@ -150,10 +150,10 @@ class Choice:
             self.first_order_steps,
         )
 
-    def _contender(
+    def _option(
         self, name: str, description: str, device_bytes: float, host_bytes: float, peak: str, fits: bool,
         step_s: float, num_steps: int | None,
-    ) -> Contender:  # fmt: skip
+    ) -> TuningOption:  # fmt: skip
         plan = self.planned.plan
         hours = Range.exactly((num_steps or 1000) * step_s / 3600)
         usd = None
@@ -164,7 +164,7 @@ class Choice:
                 usd = min((cost.spent for cost in costs), key=lambda spent: spent.value)
             except ZosimError:  # nobody knows a price of this machine
                 pass
-        return Contender(
+        return TuningOption(
             name, description, device_bytes, host_bytes, peak, fits, step_s, plan.tokens_per_step / step_s,
             num_steps, usd,
         )  # fmt: skip
@@ -208,7 +208,7 @@ class Choice:
     def _table(self) -> Table:
         has_target = self.zeroth_order_steps is not None or self.first_order_steps is not None
         has_money = self.zeroth.usd is not None
-        columns: dict[str, Callable[[Contender], str]] = {
+        columns: dict[str, Callable[[TuningOption], str]] = {
             "recipe": lambda one: one.name,
             "device": lambda one: format_bytes(one.device_bytes),
             "peak": lambda one: one.peak,
@@ -232,7 +232,7 @@ class Choice:
 
     def to_data(self) -> dict[str, Any]:
         """Return it as JSON knows it."""
-        contenders = [
+        options = [
             {
                 "recipe": one.name,
                 "device_bytes": round(one.device_bytes),
@@ -247,4 +247,4 @@ class Choice:
             }
             for one in (self.zeroth, *self.recipes)
         ]
-        return {"verdict": self.verdict, "contenders": contenders}
+        return {"verdict": self.verdict, "options": options}
