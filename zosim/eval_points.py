@@ -32,7 +32,7 @@ class EvalPoint:
 
     Examples
     --------
-    >>> str(Point(0, 1)), str(Point(2, -1)), str(BASE)
+    >>> str(EvalPoint(0, 1)), str(EvalPoint(2, -1)), str(BASE)
     ('q0+', 'q2-', 'base')
     """
 

@@ -16,7 +16,7 @@ Two orders of the same forwards, of a model with two blocks and two perturbation
 ...     order = [
 ...         i.op for i in writer.instructions if isinstance(i.op, Forward) and i.segment.startswith("block")
 ...     ]
-...     print(f"{traversal:10}", *(f"{op.segment[-1]}:{op.point}" for op in order))
+...     print(f"{traversal:10}", *(f"{op.segment[-1]}:{op.eval_point}" for op in order))
 full       0:q0+ 1:q0+ 0:q0- 1:q0- 0:q1+ 1:q1+ 0:q1- 1:q1-
 blockwise  0:q0+ 0:q0- 0:q1+ 0:q1- 1:q0+ 1:q0- 1:q1+ 1:q1-
 """

@@ -4,7 +4,7 @@ Every operand of an instruction names its contents by one of these types. Files 
 before the ``@``, the point or the perturbation behind it; both forms are made here and nowhere else:
 
 >>> (
-...     str(ParamGroupWeights("block.3", Point(0, 1))),
+...     str(ParamGroupWeights("block.3", EvalPoint(0, 1))),
 ...     str(Perturbation("block.3", perturbation=0)),
 ...     str(Hidden("block.3", BASE)),
 ... )
