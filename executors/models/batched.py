@@ -31,8 +31,8 @@ register_attention(_ATTENTION, packed_attention)
 
 
 @dataclass(frozen=True)
-class SidePath:
-    """What a linear layer adds at each point.
+class LowRankPath:
+    """The low-rank path that a linear layer has along with its weight, at each evaluation point.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class BatchedModel(SegmentedModel):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._narrowing: _Narrowing | None = None
-        self._paths: dict[int, Sequence[SidePath]] = {}
+        self._paths: dict[int, Sequence[LowRankPath]] = {}
         self._is_transposed: dict[int, bool] = {}
         self._carriers: dict[int, Any] = {}
         tuned = {id(tensor.parameter): tensor.name for tensor in self.tensors if tensor.trainable}
@@ -145,7 +145,7 @@ class BatchedModel(SegmentedModel):
 
     def path(
         self, parameter: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float]
-    ) -> SidePath:
+    ) -> LowRankPath:
         """Return the side path of a linear's weight, which :meth:`run_batched` is given under `parameter`.
 
         Parameters
@@ -158,14 +158,14 @@ class BatchedModel(SegmentedModel):
         # Linear multiplies by its weight transposed, Conv1D by its weight: U and V change sides.
         ends = [pair if self._is_transposed[id(parameter)] else pair[::-1] for pair in factors]
         is_one = all(inner is ends[0][0] for inner, _ in ends)
-        return SidePath(
+        return LowRankPath(
             ends[0][0] if is_one else torch.stack([inner for inner, _ in ends]),
             torch.stack([outer.T * scale for (_, outer), scale in zip(ends, scales, strict=True)]),
         )
 
     def path_of_left(
         self, parameter: nn.Parameter, perturbations: Sequence[Tensor], scales: Sequence[float]
-    ) -> SidePath:
+    ) -> LowRankPath:
         """Return the side path of an adapter whose ``B`` is moved along perturbations, while its ``A`` stays: all that it adds.
 
         Parameters
@@ -183,7 +183,7 @@ class BatchedModel(SegmentedModel):
         moved = torch.stack([outer.T] * len(perturbations))
         for at, (z, scale) in enumerate(zip(perturbations, scales, strict=True)):
             moved[at, :rank] = torch.add(left, z.to(left.dtype), alpha=scale).T * module.lora_scale
-        return SidePath(inner.T, moved)
+        return LowRankPath(inner.T, moved)
 
     def run_batched(
         self,
@@ -191,7 +191,7 @@ class BatchedModel(SegmentedModel):
         batch: Batch,
         cache: StepCache,
         hidden: Tensor | None,
-        paths: Mapping[nn.Parameter, SidePath | Sequence[SidePath]],
+        paths: Mapping[nn.Parameter, LowRankPath | Sequence[LowRankPath]],
         num_eval_points: int,
     ) -> Tensor:
         """Return the output of `segment` at all points, of shape (points, tokens, width); of the head, each point's loss.
@@ -200,7 +200,7 @@ class BatchedModel(SegmentedModel):
         ----------
         cache : StepCache
             Keeps the packing of a step's batch, which may be there already, and what blocks are called with.
-        paths : mapping of parameter to SidePath or a sequence of them
+        paths : mapping of parameter to LowRankPath or a sequence of them
             Of the weights that points, or parts of the row, differ in.
         """
         if segment == EMBED:
@@ -218,7 +218,7 @@ class BatchedModel(SegmentedModel):
             return self._losses(hidden, packing)
         index = block_index(segment)
         self._paths = {
-            id(self._carriers[id(parameter)]): (path,) if isinstance(path, SidePath) else path
+            id(self._carriers[id(parameter)]): (path,) if isinstance(path, LowRankPath) else path
             for parameter, path in paths.items()
         }
         more: dict[str, Any] = {"packing": packing}

@@ -22,7 +22,7 @@ from executors.datasets.generation import Generation, continued_by
 from executors.datasets.prompts import Example
 from executors.formats import format_of
 from executors.labels import IGNORED_LABEL
-from executors.models.batched import BatchedModel, SidePath
+from executors.models.batched import BatchedModel, LowRankPath
 from executors.models.packing import Packing, joined
 from executors.models.quantized import encode
 from executors.models.recording_blocks import StepCache
@@ -129,11 +129,11 @@ class Runtime:
 
     def _paths(
         self, adapters: Sequence[Adapter | None], places: Sequence[slice]
-    ) -> dict[nn.Parameter, list[SidePath]]:
-        paths: dict[nn.Parameter, list[SidePath]] = {}
+    ) -> dict[nn.Parameter, list[LowRankPath]]:
+        paths: dict[nn.Parameter, list[LowRankPath]] = {}
         for adapter, where in zip(adapters, places, strict=True):
             for path, (inner, outer) in adapter.factors.items() if adapter else ():
-                side = SidePath(inner.T, outer.T.unsqueeze(0), where)
+                side = LowRankPath(inner.T, outer.T.unsqueeze(0), where)
                 paths.setdefault(self._weights[path], []).append(side)
         return paths
 
