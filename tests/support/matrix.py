@@ -64,6 +64,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "estimator.num_perturbations": (2,),
     "estimator.epsilon": (1e-2,),
     "residency.num_staging_buffers": (1, 2),
+    "residency.num_disk_blocks": (1,),
     "low_bits.weights": ("int8", "int4", "int3", "float8_e4m3", "float4_e2m1"),
     "low_bits.group_elements": (16,),
     "low_bits.adapters": ("int8", "int4", "float8_e4m3"),
@@ -100,7 +101,7 @@ LEFT_OUT = {
     "learning_rate.num_steps": "one will do",
 }
 
-LORA = {"opt": ("q_proj", "fc2"), "llam": ("q_proj", "down_proj"), "qwen": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "robe": ("perturbation",)}  # fmt: skip
+LORA = {"opt": ("q_proj", "fc2"), "llam": ("q_proj", "down_proj"), "qwen": ("q_proj", "down_proj"), "gpt2": ("c_attn",), "robe": ("query",)}  # fmt: skip
 """Layers with adapters, by the first letters of a shape."""
 
 TUNED = ("all", *get_args(Subset), "lora", "windows", "prefix")
@@ -113,6 +114,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "split.split_points": {"mesh.stage": "split_points"},
     "split.codec": {"split.split_points": ("block.1.mlp",)},
     "split.residual_codec": {"split.split_points": ("block.0",)},
+    "residency.num_disk_blocks": {"residency.blocks": "nvme"},
     "residency.transfers": _OFFLOADED | {"mesh.data": 2},
     "residency.embedding_and_head": _OFFLOADED | {"shape": "opt-untied"},
     "weights.perturbation=adapters": {"perturbations.distribution": "lozo", "tuned": "linears"},

@@ -393,7 +393,7 @@ def test_the_streams_of_a_rank_are_apart_wherever_torch_is_in_its_round():
             torch.cuda.Stream()
             backend = AcceleratorBackend("cuda:0")
             streams = [*backend._streams.values(), *backend._capture_streams.values()]
-            assert len({stream.stream_id for stream in streams}) == len(streams) == 8
+            assert len({stream.stream_id for stream in streams}) == len(streams) == 10
 
 
 def test_work_of_another_thread_on_a_stream_that_is_captured_is_found():

@@ -91,7 +91,7 @@ def test_a_run_says_at_its_end_how_many_updates_were_lost(tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "run.json").read_text())["finished"]["lost_updates"]
     assert (found["storage"], found["transfer"]) == ("float32", "float16")
     assert found["lost_in_transfer"] > 0.5
-    assert "vanished when it was rounded to float16" in " ".join(capsys.readouterr().out.split())
+    assert "vanished in rounding to float16" in " ".join(capsys.readouterr().out.split())
 
 
 def test_half_precision_storage_is_watched_too_and_float32_is_not():
