@@ -44,7 +44,6 @@ from zosim.plans import Plan, Section
 
 if TYPE_CHECKING:
     from zosim.analysis.compare import Comparison
-    from zosim.applications.first_order.choice import OrderChoice
     from zosim.planning.differences import Differences
     from zosim.planning.planner import Decision
     from zosim.planning.predict import PlannedRun
@@ -115,24 +114,6 @@ def plan(
     decisions: list[Decision] = []
     resolve(config, machine, split_options, on_decision=decisions.append)
     return decisions[0]
-
-
-def choose_order(
-    decision: Decision, *, zeroth_order_steps: int | None = None, first_order_steps: int | None = None
-) -> OrderChoice:
-    """Hold a zeroth-order plan against recipes of first-order fine-tuning on the same devices.
-
-    Parameters
-    ----------
-    decision : Decision
-        From :func:`plan`.
-    zeroth_order_steps, first_order_steps : int, optional
-        Steps to the same target, with which both are compared by time and money.
-    """
-    from costmodel.devices.prices import shipped_prices
-    from zosim.applications.first_order.choice import OrderChoice
-
-    return OrderChoice(decision.chosen.planned, shipped_prices(), zeroth_order_steps, first_order_steps)
 
 
 @takes_earlier_names()

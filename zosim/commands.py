@@ -104,7 +104,9 @@ def plan(
         stderr.print(f"wrote {draw_front(decision.front, front)}")
         data, view = data | front_data(decision), Report("", front_view(decision), view)
     if compare is not None:
-        choice = api.choose_order(
+        from zosim.applications.first_order.choice import choose_order
+
+        choice = choose_order(
             decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
         )
         data, view = data | {"first_order": choice.to_data()}, Report("", view, choice.report())

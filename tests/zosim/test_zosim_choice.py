@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 import zosim
 from topology.errors import PlanError
-from zosim import api
 from zosim.applications.first_order.choice import OrderChoice
 from zosim.applications.first_order.recipes import adapter_shapes
 from zosim.cli import app
@@ -18,7 +17,7 @@ from zosim.cli import app
 @pytest.fixture(scope="module")
 def choice() -> OrderChoice:
     decision = zosim.plan("opt-1.3b", "a100-80gb-milan", dtype="bfloat16", method="mezo", batch=8, seq=256)
-    return api.choose_order(decision)
+    return zosim.choose_order(decision)
 
 
 def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: OrderChoice) -> None:
@@ -40,7 +39,7 @@ def test_steps_to_a_target_decide_where_both_are_known(choice: OrderChoice) -> N
 
 def test_zeroth_order_is_the_choice_where_no_recipe_fits() -> None:
     decision = zosim.plan("opt-175b", "a100-80gb-milan", dtype="float16", batch=1, seq=256)
-    choice = api.choose_order(decision)
+    choice = zosim.choose_order(decision)
     assert choice.best is None
     assert "no first-order recipe fits" in choice.verdict
 

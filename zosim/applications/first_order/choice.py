@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from costmodel.devices.prices import PriceTable, Range, job_costs
+from costmodel.devices.prices import PriceTable, Range, job_costs, shipped_prices
 from costmodel.models.recipes import RECIPES, TrainingRecipe
 from costmodel.models.training import LIBRARY_BYTES, TrainingRun
 from topology.errors import ZosimError
@@ -15,6 +15,9 @@ from topology.units import format_bytes, format_seconds
 from zosim.applications.first_order.recipes import adapter_shapes, step_seconds
 from zosim.planning.predict import PlannedRun
 from zosim.report import Bullets, Report, Table
+
+if TYPE_CHECKING:
+    from zosim.planning.planner import Decision
 
 _COMPARED = (
     "adamw-fp32-master",
@@ -248,3 +251,18 @@ class OrderChoice:
             for one in (self.zeroth, *self.recipes)
         ]
         return {"verdict": self.verdict, "options": options}
+
+
+def choose_order(
+    decision: Decision, *, zeroth_order_steps: int | None = None, first_order_steps: int | None = None
+) -> OrderChoice:
+    """Hold a zeroth-order plan against recipes of first-order fine-tuning on the same devices.
+
+    Parameters
+    ----------
+    decision : Decision
+        From :func:`zosim.api.plan`.
+    zeroth_order_steps, first_order_steps : int, optional
+        Steps to the same target, with which both are compared by time and money.
+    """
+    return OrderChoice(decision.chosen.planned, shipped_prices(), zeroth_order_steps, first_order_steps)
