@@ -165,7 +165,7 @@ def pipeline_of(
         known=None if costs is None else costs.paths,
     )
     alone = Placement(topology=placement.topology, devices=placement.devices[:1])
-    fixed = request.config.fixed("estimator", "perturbations", "weights", "forward")
+    fixed = request.config.fixed("estimator", "perturbations", "weights", "forward", "low_bits")
     fixed.get("forward", {}).pop("num_new_tokens", None)  # text goes with no split point, as its plans say
     plain = PlanShape(Mesh(), alone, request.config.spec, Split())
     return PlacedPipeline(mesh, machines, plan_on(request, plain, {}, fixed))
