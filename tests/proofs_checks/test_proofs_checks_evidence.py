@@ -82,7 +82,7 @@ def test_the_command_takes_a_fresh_seed_and_goes_on_from_its_file(tmp_path):
         assert read_evidence(path)["quantized-rge"].num_runs == run
     assert len({*seeds, 0}) == 3
     path.write_text("[1]")
-    with pytest.raises(ZosimError, match="no evidence"):
+    with pytest.raises(ZosimError, match="does not hold evidence"):
         read_evidence(path)
 
 

@@ -314,9 +314,9 @@ def test_roundings_that_few_seeds_cannot_tell_are_not_said_to_be_unbiased():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rounding": "up"}, "neither stochastic nor nearest"),
-        ({"group_size": 100}, "does not divide"),
-        ({"group_size": 0}, "does not divide"),
+        ({"rounding": "up"}, "must be stochastic or nearest"),
+        ({"group_size": 100}, "must divide the 256 numbers"),
+        ({"group_size": 0}, "must divide the 256 numbers"),
         ({"num_samples": 3}, "must be from"),
     ],
 )

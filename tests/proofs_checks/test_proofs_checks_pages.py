@@ -76,9 +76,9 @@ def test_places_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("matter", "what"),
     [
-        ("claims: []", "does not end with a line of ---"),
-        ("claims: [\n---\n", "is no YAML"),
-        ("rows: []\n---\n", "is a list `claims`, and nothing else"),
+        ("claims: []", "must end with a line of ---"),
+        ("claims: [\n---\n", "is not YAML"),
+        ("rows: []\n---\n", "must hold a list `claims` and nothing else"),
     ],
 )
 def test_front_matter_that_is_none_is_refused_with_its_page(matter, what, tmp_path, monkeypatch):
@@ -97,8 +97,8 @@ def test_an_entry_needs_checks_all_fields_and_the_verdict_that_its_checks_lead_t
         with pytest.raises(ValueError, match=f"zo2/overlap.md: .*{what}"):
             list(Page(page.path, "", (entry,)).claims(checks))
 
-    refused("nothing checks no-such-claim", name="no-such-claim")
+    refused("no check tests no-such-claim", name="no-such-claim")
     refused("statement", statement=None)
     refused("colour", colour="red")
     refused("no paper 'zo3'", paper="zo3")
-    refused("the page says 'fails'", verdict="fails")
+    refused("the page states 'fails'", verdict="fails")

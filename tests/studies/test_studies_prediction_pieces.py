@@ -104,7 +104,7 @@ def test_two_parties_take_turns(tmp_path):
 
 def test_nobody_waits_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("studies.prediction.turns._LONGEST_TURN_S", 0.05)
-    with pytest.raises(RunError, match="turn 1 has not ended"):
+    with pytest.raises(RunError, match="turn 1 did not end"):
         Baton(str(tmp_path)).wait(1)
 
 

@@ -50,7 +50,7 @@ def test_rates_are_read_as_tc_writes_them(text, rate):
 
 @pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "0mbit", "1gb"])
 def test_what_is_no_rate_is_refused(text):
-    with pytest.raises(RunError, match="not a rate"):
+    with pytest.raises(RunError, match="must be a number with bit"):
         rate_bits_per_s(text)
 
 
@@ -323,9 +323,9 @@ def test_ranks_in_namespaces_train_together(tmp_path):
 
 
 def test_figures_of_another_release_are_refused():
-    with pytest.raises(RunError, match="other figures than") as raised:
+    with pytest.raises(RunError, match="does not hold the figures") as raised:
         benchmark.steps_of({"link": {"message_s": 1e-4}, "cases": []}, "1gbit-2x1")
-    assert "remove 1gbit-2x1.json" in raised.value.hint
+    assert "delete 1gbit-2x1.json" in raised.value.hint
 
 
 def test_a_report_is_made_of_the_networks_that_are_there(tmp_path, monkeypatch):
