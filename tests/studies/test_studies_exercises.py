@@ -92,5 +92,5 @@ def test_a_study_with_an_exercise_has_a_page(name):
 
 @pytest.mark.slow
 def test_a_solution_without_the_function_is_refused(tmp_path):
-    with pytest.raises(ZosimError, match="defines no function 'bytes_forward'"):
+    with pytest.raises(ZosimError, match="has no function 'bytes_forward'"):
         grade("where_to_split", solution(tmp_path, "x = 1\n"))

@@ -395,7 +395,7 @@ def test_a_profile_comes_back_and_an_edited_one_is_refused(tmp_path, profile):
 
 
 def test_rows_without_values_cannot_be_fitted():
-    with pytest.raises(ProfileError, match="none of the rows"):
+    with pytest.raises(ProfileError, match="no row can be fitted"):
         calibrate_on([row()])
 
 
