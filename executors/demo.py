@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from executors.models.pretrain import Pretrained, Recipe
     from topology.graph import Topology
     from zosim.analysis.compare import Comparison
+    from zosim.config import PlanConfig
     from zosim.planning.planner import Decision
-    from zosim.planning.request import Request
+    from zosim.planning.request import Hardware
     from zosim.plans import Plan
 
 _NUM_EVALUATED = 500
@@ -190,12 +191,13 @@ class Stages:
         """Show what data sheets say before anything is measured."""
         from zosim.console import stderr
         from zosim.hardware.profiles import profile_for
-        from zosim.planning.planner import choose
         from zosim.planning.views import simulation_view
 
         self._heading("a first plan and its simulated step, from data sheets only")
         profile = profile_for(topology, topology.compute_devices[0].id)
-        stderr.print(simulation_view(choose(self._request(topology, profile, pretrained)).chosen.planned))
+        stderr.print(
+            simulation_view(_decision(*self._requested(topology, profile, pretrained)).chosen.planned)
+        )
 
     def _calibrate(self, topology: Topology) -> Profile:
         from executors.calibration.calibrating import calibrated
@@ -231,27 +233,28 @@ class Stages:
         return profile
 
     def _plan(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Decision:
-        from zosim.config import PlanConfig, Search
+        from zosim.config import PlanConfig, Search, merge
         from zosim.console import stderr
-        from zosim.planning.planner import choose
         from zosim.planning.views import decision_view
 
         self._heading("plans: first with all memory, then with a limit that only offloaded plans meet")
-        request = self._request(topology, profile, pretrained)
-        stderr.print(f"without a limit: {choose(request).reasons[0]}", markup=False)
-        decision = choose(request.over(PlanConfig(search=Search(max_device_bytes=_between(request)))))
+        config, hardware = self._requested(topology, profile, pretrained)
+        stderr.print(f"without a limit: {_decision(config, hardware).reasons[0]}", markup=False)
+        limit = PlanConfig(search=Search(max_device_bytes=_between(config, hardware)))
+        decision = _decision(merge(config, limit), hardware)
         self.out.parent.mkdir(parents=True, exist_ok=True)
         stderr.print(decision_view(decision))
         return decision
 
-    def _request(self, topology: Topology, profile: Profile, pretrained: Pretrained) -> Request:
+    def _requested(
+        self, topology: Topology, profile: Profile, pretrained: Pretrained
+    ) -> tuple[PlanConfig, Hardware]:
         from costmodel.models.configs import read_model_spec
         from executors.models.pretrain import TaskSettings
         from executors.runs.inputs import longest_line
         from executors.runs.settings import DataSettings, EvaluationSettings
         from zosim.config import HOST, PlanConfig
-        from zosim.planning.request import Hardware, Request
-        from zosim.planning.split_options import SplitOptions
+        from zosim.planning.request import Hardware
         from zosim.plans import Estimator
 
         task = TaskSettings()
@@ -264,8 +267,7 @@ class Stages:
             seq=longest_line(str(pretrained.model), model, data, evaluation),
             estimator=Estimator(epsilon=task.epsilon),
         )
-        hardware = Hardware(topology, HOST, topology.compute_devices[0].id, profile)
-        return Request.of(config, hardware, SplitOptions())
+        return config, Hardware(topology, HOST, topology.compute_devices[0].id, profile)
 
     def _train(self, plan: Plan, pretrained: Pretrained) -> dict[str, Any]:
         from executors.models.pretrain import TaskSettings
@@ -342,11 +344,23 @@ class Stages:
         self._stage_began_s = now_s
 
 
-def _between(request: Request) -> int:
+def _decision(config: PlanConfig, hardware: Hardware) -> Decision:
+    """Return what the planner chooses, and from what, as every command asks it."""
+    from zosim.planning.resolve import resolve
+
+    decisions: list[Decision] = []
+    resolve(config, hardware, on_decision=decisions.append)
+    return decisions[0]
+
+
+def _between(config: PlanConfig, hardware: Hardware) -> int:
     """Return a limit that lets in the leanest offloaded plan, and little more: no resident one."""
     from zosim.planning.bounds import Bounds
     from zosim.planning.planner import placements
+    from zosim.planning.request import Request
+    from zosim.planning.split_options import SplitOptions
 
+    request = Request.of(config, hardware, SplitOptions())
     bounds = Bounds(request)
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for plan in placements(request):

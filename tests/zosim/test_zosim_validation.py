@@ -53,6 +53,10 @@ ROWS = {
     "reduce_scatter": {"hardware": "dgx-h100", "ranks": "8", "bytes": "1000000"},
     "forward": STEP,
     "streamed_generation": {**STEP, "generated_tokens": "3"},
+    "nvme_streamed": {
+        **STEP, "hardware": "rtx4090-1x-nvme", "recipe": "weights-on-nvme", "generated_tokens": "3",
+        "quantity": "generated_tokens_per_s",
+    },
     "step": {**STEP, "method": "mezo", "code": "published"},
     "device_memory": {**STEP, "method": "zo2"},
     "host_memory": {**STEP, "method": "zo2"},
