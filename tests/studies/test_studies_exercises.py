@@ -38,7 +38,7 @@ def test_a_wrong_solution_is_refused_with_advice(name, wrong, advice):
     assert advice in verdict.message
 
 
-@pytest.mark.crossed(quick=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_stub_does_not_pass_and_says_so(name):
     assert grade(name, STUBS / name / "stub.py").message == "it raised NotImplementedError: write it"

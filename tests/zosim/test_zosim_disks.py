@@ -75,6 +75,7 @@ def test_drives_of_one_host_are_read_together():
     assert two_s == pytest.approx(one_s / 2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_bounds_of_blocks_on_drives_are_below_their_simulations():
     requested = request(max_host_bytes=20 * GIB)
     listed = [c for c in candidates(requested) if not c.missing]

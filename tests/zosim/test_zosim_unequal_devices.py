@@ -81,6 +81,7 @@ def test_a_card_on_a_slow_link_is_not_taken_for_being_the_first():
     assert times["gpu0"] == pytest.approx(times["gpu1"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_hosts_of_two_kinds_may_be_listed_in_any_order():
     gpus, found = ("a100-80gb-pcie", "rtx4090"), []
     for order in (gpus, gpus[::-1]):

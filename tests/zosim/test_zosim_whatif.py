@@ -65,6 +65,7 @@ def test_a_slow_link_costs_what_simulating_there_says_and_memory_may_be_limited(
     assert answer.replanned.chosen.seconds == anew.chosen.seconds <= there.step_time_s
 
 
+@pytest.mark.slow
 def test_a_lost_device_ends_a_plan_and_another_takes_its_place(shared):
     answer = zosim.whatif(shared, drop=["gpu1"], derive="none")
     assert answer.after is None
