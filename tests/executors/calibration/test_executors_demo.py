@@ -63,7 +63,11 @@ def test_its_limit_leaves_no_room_for_the_default_model_on_the_device() -> None:
         model, topology, profile=profile_for(topology, device), batch=TaskSettings().batch, seq=75
     )
     free = choose(requested)
-    tight = choose(requested.over(PlanConfig(search=Search(max_device_bytes=_between(requested)))))
+    tight = choose(
+        requested.over(
+            PlanConfig(search=Search(max_device_bytes=_between(requested.config, requested.hardware)))
+        )
+    )
     assert free.chosen.plan.residency.blocks == "resident"
     assert tight.chosen.plan.residency.blocks == "offloaded"
 
