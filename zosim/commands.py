@@ -82,11 +82,8 @@ def plan(
     if output is not None:
         decision.plan.save(output)
         stderr.print(f"wrote {output}")
-    if report is not None:
-        from zosim.applications.html_report.command import write_report
-
-        stderr.print(f"wrote {write_report(decision, output=report)}")
     data, view = decision_data(decision), decision_view(decision)
+    sections: list[Report] = []
     if explain:
         from zosim.applications.buying.sensitivity import effects_table, near_ties, plan_effects
 
@@ -98,6 +95,7 @@ def plan(
         data["figures"], data["near_ties"] = list(effects), near_ties(decision)
         table = effects_table("a step with one figure changed", effects, ranks=False)
         view = Report("", view, table, Bullets(data["near_ties"]))
+        sections.append(Report("What would change it", table, Bullets(data["near_ties"])))
     if front is not None:
         from zosim.applications.picture import draw_front
 
@@ -110,6 +108,11 @@ def plan(
             decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
         )
         data, view = data | {"first_order": choice.to_data()}, Report("", view, choice.report())
+        sections.append(Report("Zeroth or first order", *choice.report().parts))
+    if report is not None:
+        from zosim.applications.html_report.command import write_report
+
+        stderr.print(f"wrote {write_report(decision, output=report, sections=sections)}")
     emit(data, json=as_json, text=view)
 
 
@@ -296,6 +299,6 @@ def compare(
         from zosim.applications.html_report.command import write_report
 
         sources = (run,) if plan_file is None else (plan_file, run)
-        where = {name: requested.get(name) for name in ("hardware", "profile", "threads")}
+        where: dict[str, Any] = {name: requested.get(name) for name in ("hardware", "profile", "threads")}
         stderr.print(f"wrote {write_report(*sources, output=report, **where)}")
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)

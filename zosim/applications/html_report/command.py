@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from zosim.console import stderr
 from zosim.options import Hardware, Profile, Threads, with_settings
 from zosim.plans import Plan
+from zosim.report import Report
 
 if TYPE_CHECKING:
     from zosim.planning.planner import Decision
@@ -22,6 +24,7 @@ def write_report(
     hardware: Hardware = None,
     profile: Profile = None,
     threads: Threads = None,
+    sections: Sequence[Report] = (),
 ) -> Path:
     """Write plans and runs as one HTML file that needs no network, and return its path.
 
@@ -32,6 +35,8 @@ def write_report(
     output : path
     hardware, profile, threads
         As for :func:`zosim.simulate`.
+    sections : sequence of Report
+        What else there is to say of a decision, such as the comparison with first-order recipes.
 
     Raises
     ------
@@ -52,7 +57,7 @@ def write_report(
         Reported.of(source, hardware=hardware, profile=profile, threads=threads) for source in sources
     ]
     decision = next((source for source in sources if isinstance(source, Decision)), None)
-    return page_of(reported, decision).save(output)
+    return page_of(reported, decision, sections).save(output)
 
 
 @with_settings(None, like=write_report)

@@ -24,7 +24,9 @@ _MOST_PREDICTED_SPANS = 20_000
 _MOST_ROWS = 40
 
 
-def page_of(reported: Sequence[Reported], decision: Decision | None = None, title: str = "") -> ReportPage:
+def page_of(
+    reported: Sequence[Reported], decision: Decision | None = None, sections: Sequence[Report] = ()
+) -> ReportPage:
     """Return the page of plans and runs.
 
     Parameters
@@ -32,8 +34,8 @@ def page_of(reported: Sequence[Reported], decision: Decision | None = None, titl
     reported : sequence of Reported
     decision : Decision, optional
         Of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
-    title : str, optional
-        By default their names.
+    sections : sequence of Report
+        That stand behind the reasons.
 
     Raises
     ------
@@ -42,12 +44,13 @@ def page_of(reported: Sequence[Reported], decision: Decision | None = None, titl
     """
     several = len(reported) > 1
     page = ReportPage(
-        title or " and ".join(item.name for item in reported),
+        " and ".join(item.name for item in reported),
         [sentence for item in reported for sentence in _answer(item, several)],
     )
     if decision is not None:
         page.parts.append(Report("Why this plan", *decision_view(decision).parts))
         page.parts += _front(decision)
+    page.parts += sections
     for item in reported[1:]:
         if item.planned.plan != reported[0].planned.plan:
             table = PlanComparison(reported[0].planned, item.planned).table()
