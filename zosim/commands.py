@@ -298,7 +298,7 @@ def compare(
     if report is not None:
         from zosim.applications.html_report.command import write_report
 
-        sources = (run,) if plan_file is None else (plan_file, run)
+        sources = [one for one in (plan_file, second, run) if one is not None]
         where: dict[str, Any] = {name: requested.get(name) for name in ("hardware", "profile", "threads")}
         stderr.print(f"wrote {write_report(*sources, output=report, **where)}")
     emit(json.loads(comparison.to_json()), json=as_json, text=comparison)
