@@ -112,7 +112,7 @@ def test_a_comparison_can_be_read_and_parsed():
     console.print(found)
     text = console.export_text()
     assert "step time (ms)" in text
-    assert "compute (param_pass)" in text
+    assert "compute (param pass)" in text
     assert "dispatch" in text
     data = json.loads(found.to_json())
     assert data["step_error"] == pytest.approx(-0.1)

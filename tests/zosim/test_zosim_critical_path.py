@@ -30,7 +30,7 @@ def as_measured(timeline):
 @pytest.mark.parametrize(
     ("times", "num_buffers", "label", "description"),
     [
-        ((1.0, 3.0, 2.0), 3, "compute", "compute (param_pass)"),
+        ((1.0, 3.0, 2.0), 3, "compute", "compute (param pass)"),
         ((3.0, 1.0, 2.0), 3, "upload", "upload over memory"),
         ((1.0, 2.0, 3.0), 3, "offload", "offload over memory"),
     ],

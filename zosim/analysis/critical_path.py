@@ -174,7 +174,8 @@ def _describe(label: str, limiter: str, is_copy: bool) -> str:
         return "wait for other ranks"
     if not limiter or limiter == label:
         return label
-    return f"{label} over {limiter}" if is_copy else f"{label} ({limiter})"
+    limited_by = limiter.replace("_", " ")
+    return f"{label} over {limited_by}" if is_copy else f"{label} ({limited_by})"
 
 
 def step_path(timeline: Timeline, program: Program, rank: int = 0) -> CriticalPath:
