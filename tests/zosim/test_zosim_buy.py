@@ -253,10 +253,10 @@ def test_effects_predict_what_planning_the_changed_machine_gives():
         topology = pcie.apply(offer.machine.topology, factor)
         best = choose(chosen.job.request(offer.machine.name, topology, 1)).chosen
         assert change.times == pytest.approx(best.seconds / offer.machine.step_s.value, rel=0.02)
-    threshold = memory_thresholds(offer.machine)[-1]
-    assert threshold.where == "device"
-    assert threshold.placement.startswith("mezo")
-    assert threshold.placement.endswith("blockwise")
+    threshold, *larger = memory_thresholds(offer.machine)
+    assert (threshold.where, threshold.placement) == ("device", "mezo, blockwise")
+    # What keeps samples or perturbations needs more memory, and is listed where it is faster still.
+    assert all(more.times < threshold.times for more in larger)
     assert 24 * 2**30 < threshold.needed_bytes < 32 * 2**30
 
 
