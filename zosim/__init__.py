@@ -1,6 +1,6 @@
 """Plan, simulate and run zeroth-order fine-tuning of large language models.
 
-Seven functions do what the commands of their names do, with the same options::
+Functions that do what the commands of their names do, with the same options::
 
     import zosim
 
