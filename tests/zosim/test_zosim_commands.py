@@ -246,6 +246,8 @@ def plan_of_four(tmp_path: Path) -> Path:
         "offloaded",
         "--transfers",
         "sliced",
+        "--update",
+        "delayed",
         "-o",
         tmp_path / "p.json",
     )
