@@ -377,6 +377,12 @@ COMMANDS: tuple[Target, ...] = (
         "compare", "run", lambda: {n: c for n, c in seeds.run().items() if not n.endswith("l")}, quick=10
     ),
     command(
+        "report",
+        ("plan.json -o page.html", "run plan.json -o page.html"),
+        lambda: {"plan.json": seeds.plan(), **_run_files()},
+        quick=6,
+    ),
+    command(
         "buy",
         _BUY + " --prices prices.yaml",
         lambda: {"spec.json": seeds.model_spec(), "prices.yaml": seeds.prices()},
