@@ -243,8 +243,10 @@ def resampled_with_rights(method: str, name: str) -> Fault:
 
     @planted("executors.randomness.low_rank:FactorSampler.resampled", name)
     def fault(shipped, self, *given):
+        shipped_method = getattr(self, method)  # also where it is never called, as after it was renamed
+
         def with_rights(*rest, **named):
-            return getattr(self, method)(*rest, **{**named, "with_rights": True})
+            return shipped_method(*rest, **{**named, "with_rights": True})
 
         return shipped(altered(self, **{method: with_rights}), *given)
 
@@ -288,7 +290,7 @@ CHECKS: Checks = {
     "released-loop-draws-again": printed(
         check_released,
         updates_along_perturbations,
-        resampled_with_rights("_draw", "a sequence with V again"),
+        resampled_with_rights("_sample", "a sequence with V again"),
         resampled_with_rights("_skip_to", "groups before it passed with their V"),
     ),
     "slices-and-resume-points": printed(
