@@ -201,7 +201,7 @@ def test_hundreds_of_ranks_are_planned_as_one_host_is() -> None:
     small = choose(request("dgx-h100", batch=4, mesh=Mesh(data=4, perturb=2)))
     # The ring in which 256 ranks gather their losses has hops between 32 hosts, each with a message posted to the
     # network: half a millisecond.
-    assert decision.chosen.seconds == pytest.approx(small.chosen.seconds, rel=0.06)
+    assert decision.chosen.seconds == pytest.approx(small.chosen.seconds + 0.5e-3, rel=0.01)
 
 
 def test_isomorphic_hosts_are_devices_that_are_placed_alike() -> None:
