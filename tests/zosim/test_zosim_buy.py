@@ -292,7 +292,8 @@ def test_the_command_prints_one_json_document_and_keeps_notes_apart():
     assert "prices of 2026" in result.stderr
 
 
-def test_the_command_prints_a_table_and_what_would_change_it():
+def test_the_command_prints_a_table_and_what_would_change_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     result = invoke(*SMALL, "--count", "1", "--budget", "5 usd", "--deadline", "2d")
     assert result.exit_code == 0, result.exception
     for words in ("ranked by money", "within limits", "a step with one figure changed", "critical path"):

@@ -212,7 +212,7 @@ def buy(
     examples: int | None = None,
     epochs: float = 1.0,
     machines: str | Sequence[str] | None = None,
-    count: int | str | Sequence[int] = (1, 2, 4, 8),
+    count: int | str | Sequence[int] = (1, 8),
     budget: str | float | None = None,
     deadline: str | float | None = None,
     prices: str | Path | None = None,

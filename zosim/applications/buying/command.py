@@ -91,7 +91,7 @@ def buy(
             help="Maximum numbers of devices to use, each tried, such as 1,2,4,8; a machine with fewer uses all.",
             rich_help_panel="Hardware",
         ),
-    ] = "1,2,4,8",
+    ] = "1,8",
     budget: Annotated[
         str | None,
         typer.Option(
