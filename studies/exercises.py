@@ -202,15 +202,13 @@ def _confined(study: str, solution: str) -> None:
     exercise = import_module(f"studies.{study}.exercise")
     written, sys.stdout = sys.stdout, sys.stderr
     _limit_resources()
-    refused = False
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        if refused and (writes or event.startswith(_REFUSED_EVENTS)):
+        if writes or event.startswith(_REFUSED_EVENTS):
             raise PermissionError(f"a solution may not use {event}")
 
     sys.addaudithook(refuse)
-    refused = True
     try:
         verdict = asdict(tried(exercise.check, function_in(Path(solution), exercise.FUNCTION)))
     except ZosimError as error:

@@ -204,10 +204,6 @@ class Experts(BaseModel):
             left, rest = left - probability, rest - share
         return active
 
-    def visited_bounds(self, num_tokens: int) -> tuple[int, int]:
-        """Return the fewest and the most experts of a block that so many tokens can visit."""
-        return self.num_per_token, min(self.num_experts, num_tokens * self.num_per_token)
-
 
 class Latents(BaseModel):
     """Multi-head latent attention: queries, keys and values go through narrow latents (DeepSeek-V2 and V3).
