@@ -150,10 +150,18 @@ def test_steps_with_quantized_weights_change_rates_of_qvalues_and_nothing_else(
 def test_intervals_hold_what_another_calibration_of_a_cpu_would_have_said(steps: list[WholeStep]) -> None:
     """Steps that take what the profile says show no error; what all predictions of a calibration share stays."""
     machine = Machine.from_topology(TOPOLOGY, "cpu0", PROFILE)
+    # Made-up gaps and pauses: a measured one makes the interval depend on what else the machine does.
     exact = [
-        replace(step, seconds=simulate(step.program, machine).step_time_s, timeline=None) for step in steps
+        WholeStep(
+            f"{step.name} {turn}",
+            step.program,
+            simulate(step.program, machine).step_time_s,
+            gap_s=4e-4,
+            pause_s=5e-6,
+        )
+        for turn in range(4)
+        for step in steps
     ]
-    exact = [replace(step, name=f"{step.name} {turn}") for turn in range(4) for step in exact]
     single = Measurement("dispatch", Work(num_kernels=4), 2e-5, 2e-5, 5, 1)
     profile, _ = fitted(TOPOLOGY, "cpu0", PROFILE, [single], exact)
     there = Machine.from_topology(TOPOLOGY, "cpu0", profile)
