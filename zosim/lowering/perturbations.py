@@ -83,6 +83,8 @@ class Perturbations(AxisWriter):
         )
         # Groups that each perturbation's generator has passed.
         self._num_passed: dict[int, int] = {}
+        # States of this step that lie apart until the update of the step before has read its own.
+        self._apart: set[tuple[str, int]] = set()
         self._halves = 0
 
     # -- places ------------------------------------------------------------------------------------------------
@@ -162,12 +164,12 @@ class Perturbations(AxisWriter):
             return rights
         return rights + max((self._factor_bytes((group,), rights=False) for group in groups), default=0)
 
-    def state_before(self, group: ParamGroup, perturbation: int, step: int) -> Access:
+    def state_before(
+        self, group: ParamGroup, perturbation: int, step: int, *, is_apart: bool = False
+    ) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
-        size = NUM_RNG_MARKS * RNG_STATE_BYTES
-        return Access(
-            f"rng.{group.name}.q{perturbation}", GeneratorState(group.name, perturbation), step, size
-        )
+        size, what = NUM_RNG_MARKS * RNG_STATE_BYTES, GeneratorState(group.name, perturbation)
+        return Access(f"rng.{group.name}.q{perturbation}", what, step, size, size if is_apart else 0)
 
     def _state_after(self, group: ParamGroup, perturbation: int) -> Access:
         """Return the access to the running generator state after `group`."""
@@ -181,8 +183,15 @@ class Perturbations(AxisWriter):
         if not self._are_kept:
             return trainable
         # A kept perturbation is drawn once: only one that the generator has passed by then needs a state to begin from.
-        late = {group.name for group in _sampled_late(self._plan, self._rank.segments)}
-        return {name: group for name, group in trainable.items() if name in late}
+        return {name: group for name, group in trainable.items() if name in self._late}
+
+    @cached_property
+    def _late(self) -> frozenset[str]:
+        return frozenset(group.name for group in _sampled_late(self._plan, self._rank.segments))
+
+    def _needs_two_states(self, group: ParamGroup) -> bool:
+        """Whether the generator passes `group` in this step before the update of the step before has drawn from its state."""
+        return group.name in self._late and self._rank.is_delayed(group) and not self._are_kept
 
     def pending(self, group: ParamGroup, perturbation: int) -> Iterator[Access]:
         """Yield what a delayed update draws its perturbation from, or its perturbation, as the step before left it."""
@@ -216,8 +225,8 @@ class Perturbations(AxisWriter):
             yield Buffer(_FACTORS, Space.DEVICE, size, "perturbations", self._storage.sampling_format)
         for perturbation in perturbations if self._plan.perturbations.rng == "mezo" else ():
             yield Buffer(f"rng.q{perturbation}", Space.HOST, RNG_STATE_BYTES, "rng", "uint8")
-            for name in self._kept_states:
-                size = NUM_RNG_MARKS * RNG_STATE_BYTES
+            for name, group in self._kept_states.items():
+                size = NUM_RNG_MARKS * RNG_STATE_BYTES * (2 if self._needs_two_states(group) else 1)
                 yield Buffer(f"rng.{name}.q{perturbation}", Space.HOST, size, "rng", "uint8")
 
     # -- draws -------------------------------------------------------------------------------------------------
@@ -333,7 +342,12 @@ class Perturbations(AxisWriter):
         position = self._positions[group.name]
         # The generator has passed this group: it is drawn again from the state that was kept before it.
         if step < 0 or position < self._num_passed.get(perturbation, 0):
-            return (self.state_before(group, perturbation, step),), ()
+            is_apart = step == 0 and (group.name, perturbation) in self._apart
+            source = self.state_before(group, perturbation, step, is_apart=is_apart)
+            if not is_apart:
+                return (source,), ()
+            self._apart.remove((group.name, perturbation))
+            return (source,), (self.state_before(group, perturbation, 0),)
         # Numbers come in one order, so those of groups in between are passed over first.
         while self._num_passed.get(perturbation, 0) < position:
             passed = self.sampling_order[self._num_passed.get(perturbation, 0)]
@@ -349,8 +363,13 @@ class Perturbations(AxisWriter):
         group = self.sampling_order[position]
         self._num_passed[perturbation] = position + 1
         reads = (self._state_after(self.sampling_order[position - 1], perturbation),) if position else ()
-        before = (self.state_before(group, perturbation, 0),) if group.name in self._kept_states else ()
-        return reads, (*before, self._state_after(group, perturbation))
+        after = self._state_after(group, perturbation)
+        if group.name not in self._kept_states:
+            return reads, (after,)
+        is_apart = self._needs_two_states(group)
+        if is_apart:
+            self._apart.add((group.name, perturbation))
+        return reads, (self.state_before(group, perturbation, 0, is_apart=is_apart), after)
 
     def _work(
         self, group: ParamGroup, keep: Keep, *, is_again: bool = False, is_scaled: bool = False

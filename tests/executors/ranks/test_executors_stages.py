@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.staged import STEPS, Case, assert_equal, on_one_device, on_stages
+from executors.runs.session import Session
+from tests.support.staged import (
+    SETTINGS,
+    SIZE,
+    STEPS,
+    Case,
+    assert_equal,
+    on_one_device,
+    on_stages,
+    outcome,
+)
+from tests.support.tiny import batches
 
 INSIDE = ("block.1.mlp",)
 THREE, FOUR = ("block.0", "block.1.mlp"), ("block.0.mlp", "block.1", "block.2.mlp")
@@ -101,3 +112,11 @@ def test_an_evaluation_fetches_each_parameter_group_in_one_message():
         sent.remove("fetching embed.tokens")  # tied: once with the embedding, once with the head
         assert len(sent) > 4
         assert len(set(sent)) == len(sent)
+
+
+def test_one_device_updates_the_halves_of_a_block_late():
+    """The generator passes the back half before that half's update of the step before has drawn."""
+    case = Case(INSIDE, axes=axes(residency={"blocks": "offloaded"}, schedule={"update": "delayed"}))
+    with Session(case.in_place(), case.made(), **SETTINGS) as session:
+        found = outcome(session, batches(STEPS, size=SIZE))
+    assert found[:3] == on_one_device(case)[:3]
