@@ -167,7 +167,7 @@ class HostMemory:
 
 def awaited(program: Program) -> list[str]:
     """Return the names of the instructions of other ranks that a rank waits for."""
-    names = (edge.instruction for _, i in program.instructions() for edge in i.after if edge.group)
+    names = (edge.instruction for _, i in program.instructions() for edge in i.after if edge.process_group)
     return list(dict.fromkeys(names))
 
 

@@ -330,9 +330,11 @@ class BufferStore:
             )
 
     def _check_groups_known(self) -> None:
-        groups = {what.group for what in self.sections}
+        groups = {what.param_group for what in self.sections}
         for phase, instruction in self._program.instructions():
-            named = instruction.op.group if isinstance(instruction.op, Sample | Perturb | Update) else None
+            named = (
+                instruction.op.param_group if isinstance(instruction.op, Sample | Perturb | Update) else None
+            )
             if named is not None and named not in groups:
                 raise ProgramError(
                     f"program {self._program.name}: {phase}/{instruction.id} names the parameter group {named!r}, "

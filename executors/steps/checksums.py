@@ -269,4 +269,4 @@ def _name(access: Access) -> str:
     """Return the name of weights, wherever they have been perturbed to."""
     what = access.what
     assert isinstance(what, ParamGroupWeights | FrozenWeights)
-    return what.group if isinstance(what, ParamGroupWeights) else str(what)
+    return what.param_group if isinstance(what, ParamGroupWeights) else str(what)

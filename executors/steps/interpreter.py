@@ -391,10 +391,12 @@ class Interpreter:
             waits = tuple(
                 d.instruction
                 for d in instruction.after
-                if not d.group and d.distance == 0 and streams[d.instruction] != instruction.stream
+                if not d.process_group and d.distance == 0 and streams[d.instruction] != instruction.stream
             )
-            before = tuple(d.instruction for d in instruction.after if not d.group and d.distance == 1)
-            peers = tuple(d for d in instruction.after if d.group)
+            before = tuple(
+                d.instruction for d in instruction.after if not d.process_group and d.distance == 1
+            )
+            peers = tuple(d for d in instruction.after if d.process_group)
             action = self._actions.of(phase, instruction)
             if self.update_watch is not None:
                 action = self.update_watch.watched(instruction, action)

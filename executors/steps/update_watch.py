@@ -84,16 +84,16 @@ class UpdateWatch:
         self._lost = torch.zeros(2, dtype=torch.int64, device=device)
         self._spans: dict[Access, list[tuple[int, int]]] = {}
         formats = {
-            access.what.group: program.buffer(access.buffer).dtype
+            access.what.param_group: program.buffer(access.buffer).dtype
             for access in program.initial
             if isinstance(access.what, ParamGroupWeights)
-            and not any(tensor.layer for tensor in store.trainable(access.what.group).tensors)
+            and not any(tensor.layer for tensor in store.trainable(access.what.param_group).tensors)
         }
         # None where all groups hold quantized values, of which others keep count.
         self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits, default="")
         self._updated_in = self._kept_in
         groups = [store.trainable(group) for group, kept_in in formats.items() if kept_in == self._kept_in]
-        self._groups = {part.what.group for part in groups}
+        self._groups = {part.what.param_group for part in groups}
         num_elements = sum(tensor.num_elements for part in groups for tensor in part.tensors)
         # An odd stride does not stay in one column of a matrix.
         self._stride = (num_elements // (SAMPLED_ELEMENTS * max(1, len(groups)))) | 1
@@ -101,9 +101,9 @@ class UpdateWatch:
     def watched(self, instruction: Instruction, action: Action) -> Action:
         """Return `action`, its lost updates counted if it is an update."""
         op = instruction.op
-        if not isinstance(op, Update) or op.group not in self._groups:
+        if not isinstance(op, Update) or op.param_group not in self._groups:
             return action
-        access = only(of_group(op.group, ParamGroupWeights, instruction.writes), "write of weights")
+        access = only(of_group(op.param_group, ParamGroupWeights, instruction.writes), "write of weights")
         self._updated_in = self._program.buffer(access.buffer).dtype
 
         def update(frame: StepFrame) -> None:

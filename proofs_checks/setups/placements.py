@@ -179,23 +179,23 @@ def _observed(
     op = instruction.op
     assert isinstance(op, Perturb | Update)
     offset = op.step if isinstance(op, Update) else 0
-    (read,) = of_group(op.group, ParamGroupWeights, instruction.reads)
-    (weights,) = of_group(op.group, ParamGroupWeights, instruction.writes)
-    (perturbation,) = of_group(op.group, Perturbation, instruction.reads)
+    (read,) = of_group(op.param_group, ParamGroupWeights, instruction.reads)
+    (weights,) = of_group(op.param_group, ParamGroupWeights, instruction.writes)
+    (perturbation,) = of_group(op.param_group, Perturbation, instruction.reads)
     is_kept_scaled, epsilon = is_scaled(perturbation.what), session.plan.estimator.epsilon
 
     def values(access: Access) -> Tensor:
         return torch.cat([view[:].flatten() for view in session.interpreter.store.placed(access).qvalues])
 
-    tensors = session.interpreter.store.trainable(op.group).tensors
-    trace.parameters[op.group] = [(tensor.name, tensor.num_elements) for tensor in tensors]
+    tensors = session.interpreter.store.trainable(op.param_group).tensors
+    trace.parameters[op.param_group] = [(tensor.name, tensor.num_elements) for tensor in tensors]
 
     def observed(frame: StepFrame) -> None:
         used = frame.at(offset)
         if used is None:
             action(frame)
             return
-        key, z, before = (used.step, op.perturbation, op.group), values(perturbation), values(read)
+        key, z, before = (used.step, op.perturbation, op.param_group), values(perturbation), values(read)
         action(frame)
         if not is_kept_scaled:
             trace.sampled[key] = z

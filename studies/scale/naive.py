@@ -48,11 +48,11 @@ class _Model:
             needed = [
                 self._done[rank, edge.instruction]
                 for edge in item.after
-                if not edge.distance and not edge.group
+                if not edge.distance and not edge.process_group
             ]
             for edge in item.after:
-                if edge.group and not edge.distance:
-                    peers = self._world.process_groups[edge.group].peers(rank)
+                if edge.process_group and not edge.distance:
+                    peers = self._world.process_groups[edge.process_group].peers(rank)
                     needed += [self._done[peer, edge.instruction] for peer in peers]
             if item.stream in before:
                 needed.append(self._done[rank, before[item.stream]])
@@ -89,5 +89,5 @@ class _Model:
         self._done[rank, item.id].succeed()
 
     def _position(self, rank: int, item: Instruction) -> int:
-        group = self._world.process_groups[item.op.group]  # type: ignore[union-attr]
+        group = self._world.process_groups[item.op.process_group]  # type: ignore[union-attr]
         return group.parts[group.part_of[rank]].index(rank)

@@ -177,7 +177,7 @@ def rank_sets(draw, max_hosts=3, max_ranks_per_host=3, max_instructions=7, shari
                     fields = {"op": Collective("all_gather", group), "work": Work(link_bytes=size)}
                 item = instruction(f"{prefix}{number}", stream, seconds[role] * 1e-3, edges, **fields)
                 after = tuple(
-                    replace(edge, group=name) for edge, name in zip(item.after, groups, strict=True)
+                    replace(edge, process_group=name) for edge, name in zip(item.after, groups, strict=True)
                 )
                 roles[role].append(replace(item, after=after))
         return roles

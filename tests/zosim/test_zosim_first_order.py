@@ -283,9 +283,11 @@ def test_replicas_sum_gradients_while_the_rest_goes_back():
     planned = planned_run_of(plan_of(("block.1",), data=2), order)
     program = planned.programs.program_of(0)
     sums = [item for item in program.step if item.label == "all_reduce"]
-    assert {item.op.group for item in sums} == {"replicas", "ends"}
+    assert {item.op.process_group for item in sums} == {"replicas", "ends"}
     # A ring's rank receives 2(n - 1)/n of the buffer: here as much as it has.
-    blocks = [item for item in sums if item.op.group == "replicas" and item.segment.startswith("block")]
+    blocks = [
+        item for item in sums if item.op.process_group == "replicas" and item.segment.startswith("block")
+    ]
     assert [item.work.link_bytes for item in blocks] == [item.reads[0].size_bytes for item in blocks]
     spans = {s.instruction: s for s in simulate_world(planned.world, num_steps=1).spans if s.rank == 0}
     assert spans["block.1/all_reduce[replicas]"].start_s < spans["block.0/backward[m1]"].end_s

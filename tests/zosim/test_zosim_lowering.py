@@ -85,7 +85,7 @@ def test_every_placement_keeps_both_rules(plan: Plan) -> None:
 
 @given(plans())
 def test_every_parameter_is_updated_once_per_perturbation(plan: Plan) -> None:
-    updates = Counter(i.op.group for i in lower(plan).step if isinstance(i.op, Update))
+    updates = Counter(i.op.param_group for i in lower(plan).step if isinstance(i.op, Update))
     trainable = [group.name for group in plan.model.param_groups if group.num_trainable]
     assert updates == Counter(dict.fromkeys(trainable, plan.estimator.num_perturbations))
 
@@ -98,7 +98,7 @@ def test_a_program_survives_json(tmp_path) -> None:
 
 def samples_per_group(plan: Plan) -> set[int]:
     program = lower(plan)
-    kept = [i.op.group for i in program.step if isinstance(i.op, Sample) and i.op.keep == "all"]
+    kept = [i.op.param_group for i in program.step if isinstance(i.op, Sample) and i.op.keep == "all"]
     return set(Counter(name for name in kept if name.startswith("block")).values())
 
 

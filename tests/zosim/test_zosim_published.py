@@ -166,7 +166,7 @@ def test_updates_of_one_paper_have_weight_decay_and_of_the_other_one_temporary()
         works = {
             type(item.op): item.work
             for item in found.program.step
-            if isinstance(item.op, Update | Perturb) and item.op.group == group.name
+            if isinstance(item.op, Update | Perturb) and item.op.param_group == group.name
         }
         assert works[Update].param_pass_bytes == passes * 2 * group.num_parameters
         assert works[Perturb].param_pass_bytes == 7 * 2 * group.num_parameters

@@ -92,7 +92,7 @@ def test_perturbations_are_points_of_the_mesh() -> None:
 
 def peer_edges(program: Program) -> Iterator[tuple[str, Dependency]]:
     for item in program.step:
-        yield from ((item.id, edge) for edge in item.after if edge.group)
+        yield from ((item.id, edge) for edge in item.after if edge.process_group)
 
 
 def hazards(programs: ProgramSet) -> list[str]:
@@ -295,7 +295,11 @@ def test_stages_are_valid_and_send_what_the_paper_counts(
 def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
     first, last = staged("block.5", data=1).programs
     done = [
-        [(item.op, item.label) for item in program.step if getattr(item.op, "group", "") == "embed.tokens"]
+        [
+            (item.op, item.label)
+            for item in program.step
+            if getattr(item.op, "param_group", "") == "embed.tokens"
+        ]
         for program in (first, last)
     ]
     passes = [[op for op, label in found if label != "sample"] for found in done]

@@ -96,7 +96,10 @@ def only(program: Program, *labels: str) -> Program:
     step = [item for item in program.step if item.label in labels]
     kept = {item.id for item in step}
     apart = tuple(
-        replace(item, after=tuple(edge for edge in item.after if edge.instruction in kept and not edge.group))
+        replace(
+            item,
+            after=tuple(edge for edge in item.after if edge.instruction in kept and not edge.process_group),
+        )
         for item in step
     )
     return replace(program, step=apart, flush=())
@@ -115,17 +118,17 @@ class _Writer:
     def work(self, item: Instruction, later: Sequence[Instruction]) -> Work:
         """Return the work of `item` as published; `later` is what the step still lists behind it."""
         match item.op:
-            case Sample(group=name, keep="rows"):
+            case Sample(param_group=name, keep="rows"):
                 # A whole table is perturbed there, across and back, each with a draw.
                 once = self._perturbed(self.model.group(name))
                 return once + once + once
             case Sample():
                 return Work()
-            case Perturb(group=name) if isinstance(_next_use(name, later), Perturb):
+            case Perturb(param_group=name) if isinstance(_next_use(name, later), Perturb):
                 return Work()
-            case Perturb(group=name):
+            case Perturb(param_group=name):
                 return self._perturbed(self.model.group(name))
-            case Update(group=name):
+            case Update(param_group=name):
                 return self._updated(self.model.group(name))
             case Forward(segment=segment):
                 return self._forwarded(segment, item.work)
@@ -223,7 +226,7 @@ def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:
     """Return what happens next to a group's weights in the step."""
     for item in later:
         match item.op:
-            case Perturb(group=group) | Update(group=group) if group == name:
+            case Perturb(param_group=group) | Update(param_group=group) if group == name:
                 return item.op
             case Forward() if any(_is_of(access, name) for access in item.reads):
                 return item.op
@@ -231,7 +234,7 @@ def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:
 
 
 def _is_of(access: Access, group: str) -> bool:
-    return isinstance(access.what, ParamGroupWeights) and access.what.group == group
+    return isinstance(access.what, ParamGroupWeights) and access.what.param_group == group
 
 
 def _behind_launches(step: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -499,7 +499,7 @@ class Machine:
         self, cost: OperationCost, program: Program, instruction: Instruction, bound: Bound
     ) -> Activity:
         assert isinstance(instruction.op, Collective)
-        function, group = instruction.op.function, instruction.op.group
+        function, group = instruction.op.function, instruction.op.process_group
         size_bytes = instruction.work.link_bytes
         if program.process_groups.get(group, 1) == 1:
             return Activity(cost.seconds, limiter=cost.limiter)
@@ -529,7 +529,7 @@ class Machine:
         hop = (self.host_channels if on_host and op in self.host_channels else self.channels).get(op)
         if hop is None:
             message = (
-                f"{instruction.id} sends {op.offset:+d} ranks along {op.group}, but "
+                f"{instruction.id} sends {op.offset:+d} ranks along {op.process_group}, but "
                 f"{self.profile.device_name} has no path there"
             )
             raise ProfileError(

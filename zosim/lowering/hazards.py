@@ -126,7 +126,9 @@ def without_implied(program: Program) -> Program:
     for item in run.listed:
         if item.step >= 1:
             needed = {run.listed[index].instruction.id for index in run.needed(item)}
-            after = tuple(edge for edge in item.instruction.after if edge.group or edge.instruction in needed)
+            after = tuple(
+                edge for edge in item.instruction.after if edge.process_group or edge.instruction in needed
+            )
             kept[item.phase, item.instruction.id] = after
     return replace(
         program,
@@ -179,7 +181,7 @@ def _with_peers(
         *([_only(item, shared) for item in listed] for listed in (before, part)), of_peers=True
     )
     return tuple(
-        replace(item, after=(*item.after, *(replace(edge, group=group) for edge in edges)))
+        replace(item, after=(*item.after, *(replace(edge, process_group=group) for edge in edges)))
         for item, edges in zip(part, of_peers, strict=True)
     )
 

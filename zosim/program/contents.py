@@ -10,7 +10,7 @@ before the ``@``, the point or the perturbation behind it; both forms are made h
 ... )
 ('block.3@q0+', 'z:block.3@q0', 'block.3:out')
 >>> parse_contents("z:block.3@q0*eps")
-Perturbation(group='block.3', perturbation=0, is_scaled=True, rounding=0)
+Perturbation(param_group='block.3', perturbation=0, is_scaled=True, rounding=0)
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class ParamGroupWeights:
 
     Attributes
     ----------
-    group : str
+    param_group : str
     eval_point : EvalPoint
         Where they have been perturbed to.
     updated_to : int or None
         The last perturbation of a step whose update they have, where those of later perturbations are still missing.
     """
 
-    group: str
+    param_group: str
     eval_point: EvalPoint = BASE
     updated_to: int | None = None
 
     def __str__(self) -> str:
         return (
-            f"{self.group}@u{self.updated_to}"
+            f"{self.param_group}@u{self.updated_to}"
             if self.updated_to is not None
-            else _at(self.group, self.eval_point)
+            else _at(self.param_group, self.eval_point)
         )
 
 
@@ -55,10 +55,10 @@ class ParamGroupWeights:
 class FrozenWeights:
     """The parameters of a group that are not trained."""
 
-    group: str
+    param_group: str
 
     def __str__(self) -> str:
-        return f"{self.group}:frozen"
+        return f"{self.param_group}:frozen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Perturbation:
 
     Attributes
     ----------
-    group : str
+    param_group : str
     perturbation : int
     is_scaled : bool
         Whether it is kept as ``z·ε``, rounded: good for perturbations alone.
@@ -75,36 +75,36 @@ class Perturbation:
         Which of two independent roundings to few bits it is.
     """
 
-    group: str
+    param_group: str
     perturbation: int
     is_scaled: bool = False
     rounding: int = 0
 
     def __str__(self) -> str:
         rounding = f"#{self.rounding}" if self.rounding else ""
-        return f"z:{self.group}@q{self.perturbation}{'*eps' if self.is_scaled else rounding}"
+        return f"z:{self.param_group}@q{self.perturbation}{'*eps' if self.is_scaled else rounding}"
 
 
 @dataclass(frozen=True, slots=True)
 class PerturbationRows:
     """The rows of a perturbation that the batch names, where the group is a table of tokens."""
 
-    group: str
+    param_group: str
     perturbation: int
 
     def __str__(self) -> str:
-        return f"z:{self.group}:rows@q{self.perturbation}"
+        return f"z:{self.param_group}:rows@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
 class PerturbationFactors:
     """The factors whose products the matrices of a perturbation are."""
 
-    group: str
+    param_group: str
     perturbation: int
 
     def __str__(self) -> str:
-        return f"z:{self.group}:factors@q{self.perturbation}"
+        return f"z:{self.param_group}:factors@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ class GeneratorState:
     sequence goes on.
     """
 
-    group: str
+    param_group: str
     perturbation: int
     is_after: bool = False
 
     def __str__(self) -> str:
-        return f"rng:{self.group}{'+' if self.is_after else ''}@q{self.perturbation}"
+        return f"rng:{self.param_group}{'+' if self.is_after else ''}@q{self.perturbation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ Contents = (
 def parameters_of(what: Contents) -> ParamGroupWeights | FrozenWeights | None:
     """Return the parameters that `what` is, or is a perturbation of, as they are at the base; None for other contents."""
     if isinstance(what, ParamGroupWeights | Perturbation):
-        return ParamGroupWeights(what.group)
+        return ParamGroupWeights(what.param_group)
     return what if isinstance(what, FrozenWeights) else None
 
 

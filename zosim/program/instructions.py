@@ -140,13 +140,13 @@ class Dependency:
     ----------
     instruction : str
     distance : int
-    group : str
+    process_group : str
         Empty for an instruction of this rank. Otherwise a group, on whose *other* members it must have finished.
     """
 
     instruction: str
     distance: int = 0
-    group: str = ""
+    process_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

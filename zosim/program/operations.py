@@ -55,7 +55,7 @@ class Sample:
 
     Attributes
     ----------
-    group : str
+    param_group : str
         Parameter group.
     step : int
         Step whose seed is used, relative to this one (-1 for a delayed update).
@@ -83,7 +83,7 @@ class Sample:
         Whether an update uses it alone, for a distribution that draws again for that.
     """
 
-    group: str
+    param_group: str
     step: int = 0
     perturbation: int = 0
     keep: Literal["all", "rows", "factors", "none"] = "all"
@@ -105,7 +105,7 @@ class Perturb:
     ``s = -2`` is one operation with its own rounding, not ``-ε`` twice.
     """
 
-    group: str
+    param_group: str
     scale: int
     perturbation: int = 0
     kind: Literal["perturb"] = "perturb"
@@ -120,13 +120,13 @@ class Update:
 
     Attributes
     ----------
-    group : str
+    param_group : str
     step, perturbation : int
     divisor : float
         What ``g`` is divided by before.
     """
 
-    group: str
+    param_group: str
     step: int = 0
     perturbation: int = 0
     divisor: float = 1.0
@@ -179,7 +179,7 @@ class Backward:
 class Optimize:
     """A first-order optimizer's update of one parameter group. Simulated only."""
 
-    group: str
+    param_group: str
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
     kind: Literal["optimize"] = "optimize"
 
@@ -214,11 +214,11 @@ class Collective:
         into the whole range; any other is gathered into a range as many times as long. ``"all_reduce"``: the n-th write
         holds the sum of all members' n-th reads (first-order gradients; simulated only). ``"reduce_scatter"``: the first
         write holds this member's share of the sum of all first reads (simulated only).
-    group : str
+    process_group : str
     """
 
     function: CollectiveName
-    group: str
+    process_group: str
     kind: Literal["collective"] = "collective"
 
 
@@ -254,12 +254,12 @@ class Send:
 
     Attributes
     ----------
-    group : str
+    process_group : str
     offset : int
         Place of the other member less this one's.
     """
 
-    group: str
+    process_group: str
     offset: int
     kind: Literal["send"] = "send"
 
@@ -268,7 +268,7 @@ class Send:
 class Recv:
     """A message from another member of a group."""
 
-    group: str
+    process_group: str
     offset: int
     kind: Literal["recv"] = "recv"
 

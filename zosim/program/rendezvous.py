@@ -35,10 +35,10 @@ class Pair:
 
     def is_shared_by(self, side: int, channel: Channel | None) -> bool:
         """Whether what the first (0) or the second rank runs takes the other of the two."""
-        if channel is None or channel.group not in self.offsets:
+        if channel is None or channel.process_group not in self.offsets:
             return False
         offset = channel.peer_offset
-        return not offset or self.offsets[channel.group] == (offset if side == 0 else -offset)
+        return not offset or self.offsets[channel.process_group] == (offset if side == 0 else -offset)
 
 
 def pairs(programs: ProgramSet) -> Iterator[Pair]:

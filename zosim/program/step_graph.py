@@ -101,7 +101,7 @@ class Rendezvous(NamedTuple):
 
     Attributes
     ----------
-    group : str
+    process_group : str
     offset : int
         Of a message, the receiver's place in the group less the sender's; 0 for a collective, in which all meet.
     number : int
@@ -110,7 +110,7 @@ class Rendezvous(NamedTuple):
         Whether this side sends.
     """
 
-    group: str
+    process_group: str
     offset: int
     number: int
     sends: bool = False
@@ -118,13 +118,13 @@ class Rendezvous(NamedTuple):
     @property
     def shared(self) -> tuple[str, int, int]:
         """What is the same for all who meet."""
-        return self.group, self.offset, self.number
+        return self.process_group, self.offset, self.number
 
 
 class Observer(NamedTuple):
     """An instruction that waits for one on the other members of a group."""
 
-    group: str
+    process_group: str
     phase: Phase
     distance: int
     number: int
@@ -135,14 +135,14 @@ class Channel(NamedTuple):
 
     Attributes
     ----------
-    group : str
+    process_group : str
     offset : int
         Of messages, the receiver's place in the group less the sender's; 0 of collectives, in which all meet.
     sends : bool
         Whether this side sends.
     """
 
-    group: str
+    process_group: str
     offset: int = 0
     sends: bool = False
 
@@ -161,10 +161,10 @@ def channel_of(instruction: Instruction) -> Channel | None:
     """Return with whom an instruction meets others, None if it meets nobody."""
     op = instruction.op
     if isinstance(op, Collective):
-        return Channel(op.group)
+        return Channel(op.process_group)
     if isinstance(op, Send):
-        return Channel(op.group, op.offset, sends=True)
-    return Channel(op.group, -op.offset) if isinstance(op, Recv) else None
+        return Channel(op.process_group, op.offset, sends=True)
+    return Channel(op.process_group, -op.offset) if isinstance(op, Recv) else None
 
 
 class StepGraph:
@@ -296,7 +296,7 @@ class StepGraph:
             named = (
                 (edge.distance, self.number[self.phase(position - edge.distance)][edge.instruction])
                 for edge in item.after
-                if not edge.group and self._is_in_run(position, edge.distance, edge.instruction)
+                if not edge.process_group and self._is_in_run(position, edge.distance, edge.instruction)
             )
             yield tuple(dict.fromkeys((*(() if follows is None else (follows,)), *named)))
         if opens:
@@ -307,9 +307,9 @@ class StepGraph:
     def _peer_edges(self, position: int) -> Iterator[tuple[PeerEdge, ...]]:
         for item in self.instructions(position):
             edges = (
-                (edge.group, edge.distance, edge.instruction)
+                (edge.process_group, edge.distance, edge.instruction)
                 for edge in item.after
-                if edge.group and self._is_in_run(position, edge.distance, edge.instruction)
+                if edge.process_group and self._is_in_run(position, edge.distance, edge.instruction)
             )
             yield tuple(dict.fromkeys(edges))
         if self.num_nodes(position) > len(self.instructions(position)):
@@ -409,11 +409,11 @@ class StepGraph:
         for position in positions:
             for item in self.instructions(position):
                 awaited = [
-                    (group, first[there.position] + self._number_of(there))
-                    for group, there in self.awaited(RunNode(position, item.id))
+                    (process_group, first[there.position] + self._number_of(there))
+                    for process_group, there in self.awaited(RunNode(position, item.id))
                 ]
-                own = tuple(index for group, index in awaited if not group)
-                peers = tuple((group, index) for group, index in awaited if group)
+                own = tuple(index for process_group, index in awaited if not process_group)
+                peers = tuple((process_group, index) for process_group, index in awaited if process_group)
                 if any(index >= len(listed) for index in own):
                     raise self._waits_ahead(position, item)
                 step = self.step(position)
@@ -459,7 +459,7 @@ class StepGraph:
 
     def _waits_ahead(self, position: int, item: Instruction) -> ProgramError:
         ids = self.ids[self.phase(position)]
-        here = (edge.instruction for edge in item.after if edge.distance == 0 and not edge.group)
+        here = (edge.instruction for edge in item.after if edge.distance == 0 and not edge.process_group)
         ahead = next(name for name in here if ids.index(name) >= ids.index(item.id))
         return ProgramError(
             f"program {self.program.name}: {self.phase(position)}/{item.id} waits for {ahead}, which is listed after it",
@@ -497,8 +497,10 @@ class StepGraph:
         for phase in PHASES:
             for number, item in enumerate(getattr(self.program, phase)):
                 for edge in item.after:
-                    if edge.group:
-                        observers[edge.instruction][Observer(edge.group, phase, edge.distance, number)] = None
+                    if edge.process_group:
+                        observers[edge.instruction][
+                            Observer(edge.process_group, phase, edge.distance, number)
+                        ] = None
         return {instruction: list(listed) for instruction, listed in observers.items()}
 
     @cached_property
@@ -513,7 +515,7 @@ class StepGraph:
                     rendezvous_numbers[phase].append(None)
                     continue
                 rendezvous_numbers[phase].append(
-                    Rendezvous(channel.group, channel.offset, counts[channel], channel.sends)
+                    Rendezvous(channel.process_group, channel.offset, counts[channel], channel.sends)
                 )
                 counts[channel] += 1
         rendezvous_numbers["step"].append(None)
@@ -556,7 +558,7 @@ class StepGraph:
 
     def waits_for(self, place: RunNode) -> tuple[RunNode, ...]:
         """Places of this rank named by the instruction's ``after``, those before the run left out."""
-        return tuple(there for group, there in self.awaited(place) if not group)
+        return tuple(there for process_group, there in self.awaited(place) if not process_group)
 
     def awaited(self, place: RunNode) -> list[tuple[str, RunNode]]:
         """Places named by the instruction's ``after``, each with the group whose other members it is on, "" for this rank.
@@ -564,7 +566,7 @@ class StepGraph:
         Those before the run are left out.
         """
         return [
-            (edge.group, RunNode(place.position - edge.distance, edge.instruction))
+            (edge.process_group, RunNode(place.position - edge.distance, edge.instruction))
             for edge in self.instruction(place).after
             if self._is_in_run(place.position, edge.distance, edge.instruction)
         ]

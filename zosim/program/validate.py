@@ -100,9 +100,9 @@ def _check_operands(program: Program) -> None:
 
 
 def _check_groups(program: Program, where: str, instruction: Instruction) -> None:
-    named = [edge.group for edge in instruction.after]
+    named = [edge.process_group for edge in instruction.after]
     named += [access.share for access in (*instruction.reads, *instruction.writes)]
-    named += [instruction.op.group] if isinstance(instruction.op, Collective) else []
+    named += [instruction.op.process_group] if isinstance(instruction.op, Collective) else []
     for group in filter(None, named):
         if group not in program.process_groups:
             raise ProgramError(

@@ -59,11 +59,11 @@ def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
         for channel, item in channels[role].items():
             if channel is None:
                 continue
-            members = programs.members(channel.group, rank)
+            members = programs.members(channel.process_group, rank)
             if not 0 <= members.index(rank) + channel.peer_offset < len(members):
                 raise ProgramError(
                     f"{item.id} of rank {rank} {'sends to' if channel.sends else 'receives from'} a member of "
-                    f"{channel.group} that does not exist",
+                    f"{channel.process_group} that does not exist",
                     hint="the first and the last rank of a group have one neighbour",
                 )
 

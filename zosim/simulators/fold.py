@@ -172,7 +172,7 @@ def _places(world: World) -> list[tuple[int, ...]]:
     channels = {
         channel_of(item) for template in world.templates for _, item in template.program.instructions()
     }
-    names = sorted({channel.group for channel in channels if channel is not None and channel.offset})
+    names = sorted({channel.process_group for channel in channels if channel is not None and channel.offset})
     process_groups = [world.process_groups[name] for name in names]
     place: list[dict[int, int]] = [
         {rank: number for part in group.parts for number, rank in enumerate(part)} for group in process_groups

@@ -324,10 +324,10 @@ class Lockstep:
         self, kind: Kind, position: int, rendezvous: Rendezvous, cols: Ints, phase: str
     ) -> Iterator[tuple[Kind, int, Ints]]:
         """Take in ranks that have come to a collective or message, and yield all participants that are complete."""
-        channel = rendezvous.group, rendezvous.offset
+        channel = rendezvous.process_group, rendezvous.offset
         if channel not in self._participants:
             self._participants[channel] = Participants(
-                self.world.process_groups[rendezvous.group], rendezvous.offset, self._order
+                self.world.process_groups[rendezvous.process_group], rendezvous.offset, self._order
             )
         participants, key = self._participants[channel], (rendezvous.shared, position, phase)
         if key not in self._met:

@@ -233,7 +233,7 @@ class World:
 
         A message whose other side is not simulated has one member: that side is taken to be in step.
         """
-        group = self.process_groups[rendezvous.group]
+        group = self.process_groups[rendezvous.process_group]
         if not rendezvous.offset:
             members = group.parts[group.part_of[rank]]
             return members, (members, rendezvous)

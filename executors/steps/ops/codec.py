@@ -152,7 +152,7 @@ class BoundaryActions:
             message = self._store.values.pop(location_of(wire))
             if isinstance(message, Packed):
                 self._backend.borrow(message.data)
-            size = ranks.send(op.group, op.offset, message, what)
+            size = ranks.send(op.process_group, op.offset, message, what)
             self.num_sent += 1
             self.num_bytes += size
             if self._backend.recording:
@@ -173,7 +173,9 @@ class BoundaryActions:
                 return
             # A part of the batch takes no more than all of it.
             most = wire.size_bytes * self._context.num_micro_batches
-            self._store.values[location_of(wire)] = ranks.recv(op.group, op.offset, most, what, device)
+            self._store.values[location_of(wire)] = ranks.recv(
+                op.process_group, op.offset, most, what, device
+            )
 
         return recv
 

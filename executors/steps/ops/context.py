@@ -110,7 +110,7 @@ class Context:
     def rounded_perturbations(self) -> dict[str, RoundedPerturbation]:
         """How perturbations are rounded, of the groups whose perturbations are rounded."""
         samples = (i.op for _, i in self.program.instructions() if isinstance(i.op, Sample))
-        return {op.group: rounding_of(op) for op in samples if op.bits}
+        return {op.param_group: rounding_of(op) for op in samples if op.bits}
 
     def nonzero_rows(
         self, group: str, frame: StepFrame, perturbation: int

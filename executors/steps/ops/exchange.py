@@ -47,12 +47,12 @@ class Exchanges:
         ranks = self._context.ranks
         if ranks is None:
             raise ProgramError(
-                f"program {self._program.name}: {instruction.id} takes {self._program.process_groups[op.group]} ranks",
+                f"program {self._program.name}: {instruction.id} takes {self._program.process_groups[op.process_group]} ranks",
                 hint="run it as a rank of a run with all ranks",
             )
         pairs = list(zip(instruction.reads, instruction.writes, strict=True))
         if all(self._store.is_weights(access) for pair in pairs for access in pair):
-            return self._gather_shares(ranks, instruction, op.group, pairs)
+            return self._gather_shares(ranks, instruction, op.process_group, pairs)
         if len(pairs) != 1:
             raise ProgramError(f"program {self._program.name}: {instruction.id} gathers more than losses")
         return self._exchange_losses(ranks, instruction, op)
@@ -77,14 +77,14 @@ class Exchanges:
     def _exchange_losses(self, ranks: Ranks, instruction: Instruction, op: Collective) -> Action:
         run: Exchange = getattr(ranks, op.function)
         # What gathers brings every member's losses side by side, a sum has one row.
-        num_parts = self._program.process_groups[op.group] if COLLECTIVES[op.function].gathers else 1
+        num_parts = self._program.process_groups[op.process_group] if COLLECTIVES[op.function].gathers else 1
 
         def exchange(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             assert frame.packed is not None
             frame.gathered = frame.packed.new_zeros((num_parts, *frame.packed.shape))
-            run(op.group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
+            run(op.process_group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
 
         return exchange
 

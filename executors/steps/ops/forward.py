@@ -190,7 +190,7 @@ class Forwards:
         source = location_of(only(inputs, "read of hidden states")) if op.segment != EMBED else None
         output = location_of(instruction.writes[0])
         factors_of = {
-            (access.what.group, access.what.perturbation): access
+            (access.what.param_group, access.what.perturbation): access
             for access in instruction.reads
             if isinstance(access.what, PerturbationFactors | Perturbation)
         }
@@ -249,7 +249,7 @@ class Forwards:
         op = next(
             i.op
             for _, i in self._context.program.instructions()
-            if isinstance(i.op, Sample) and i.op.group == group
+            if isinstance(i.op, Sample) and i.op.param_group == group
         )
         unit = 1 / rounding_of(op).scale if op.bits else 1.0
         epsilon = self._context.hyperparameters.epsilon * unit
@@ -271,7 +271,7 @@ class Forwards:
         rows = {
             what.perturbation: access
             for access in instruction.reads
-            if isinstance(what := access.what, Perturbation | PerturbationRows) and what.group == group
+            if isinstance(what := access.what, Perturbation | PerturbationRows) and what.param_group == group
         }
         path = self._paths.get((instruction.id, group))
         if path is None:
@@ -302,7 +302,7 @@ class _GatheredTable:
         placed, wanted = context.store.placed(self.access), context.rows
         step = PerturbationStep(
             context.hyperparameters.epsilon,
-            context.rounded_perturbations.get(placed.section.what.group),
+            context.rounded_perturbations.get(placed.section.what.param_group),
             gathered_several,
             gathered,
         )
@@ -339,7 +339,7 @@ class _ForwardSidePath:
         """Let them see it there."""
         context, perturbation = self.context, self.eval_point.perturbation
         theta, z = context.store.placed(self.weights), context.store.placed(self.perturbation)
-        group = theta.section.what.group
+        group = theta.section.what.param_group
         step = PerturbationStep(
             self.eval_point.sign * context.hyperparameters.epsilon,
             context.rounded_perturbations[group],
@@ -385,8 +385,8 @@ def _paths_to_gathered_points(program: Program) -> dict[tuple[str, str], _Path]:
                     isinstance(read.what, ParamGroupWeights) and isinstance(left.what, ParamGroupWeights)
                 ):
                     continue
-                group, eval_point = left.what.group, left.what.eval_point
-                if read.what.group != group or group not in gathering:
+                group, eval_point = left.what.param_group, left.what.eval_point
+                if read.what.param_group != group or group not in gathering:
                     continue
                 step = [(op.perturbation, op.scale)] if isinstance(op, Perturb) else []
                 # A cast carries the perturbations so far to another place; a perturbation adds one.

@@ -27,7 +27,7 @@ def of_group(
     among: Sequence[Access],
 ) -> list[Access]:
     """Return the accesses to what is of a kind, and of a parameter group."""
-    return [access for access in among if isinstance(access.what, kind) and access.what.group == group]
+    return [access for access in among if isinstance(access.what, kind) and access.what.param_group == group]
 
 
 def only(accesses: Sequence[Access], what: str) -> Access:

@@ -44,7 +44,7 @@ class ParamPasses:
         param_passes = [i for _, i in program.instructions() if isinstance(i.op, Perturb | Update)]
         # All passes share one scratch memory, so they must follow each other: on the stream of the first.
         self._streams = {i.stream for i in param_passes[:1]}
-        samples = {op.group: op for _, i in program.instructions() if isinstance(op := i.op, Sample)}
+        samples = {op.param_group: op for _, i in program.instructions() if isinstance(op := i.op, Sample)}
         self._signs = {
             group for group, op in samples.items() if DISTRIBUTIONS[op.distribution].is_sign and not op.bits
         }
@@ -68,10 +68,10 @@ class ParamPasses:
         """Return what perturbs a group, where it lies or into another place."""
         op = instruction.op
         assert isinstance(op, Perturb)
-        read, left, perturbation = self._operands(instruction, op.group)
+        read, left, perturbation = self._operands(instruction, op.param_group)
         epsilon, param_pass = self._context.hyperparameters.epsilon, self.param_pass
-        is_kept_scaled, is_sign = is_scaled(perturbation.what), op.group in self._signs
-        if (rounding := self._roundings.get(op.group)) is not None:
+        is_kept_scaled, is_sign = is_scaled(perturbation.what), op.param_group in self._signs
+        if (rounding := self._roundings.get(op.param_group)) is not None:
             return self._perturb_by_qvalues(op, (read, left, perturbation), epsilon / rounding.scale)
 
         def perturb(_frame: StepFrame) -> None:
@@ -103,19 +103,19 @@ class ParamPasses:
         """Return what updates a group, if there is a step whose gradient it applies."""
         op = instruction.op
         assert isinstance(op, Update)
-        if of_group(op.group, PerturbationFactors, instruction.reads):
+        if of_group(op.param_group, PerturbationFactors, instruction.reads):
             return self._update_by_factors(instruction, op)
-        read, weights, perturbation = self._operands(instruction, op.group)
+        read, weights, perturbation = self._operands(instruction, op.param_group)
         if location_of(read) != location_of(weights):
-            raise Unfit(f"updates {op.group} out of place")
+            raise Unfit(f"updates {op.param_group} out of place")
         if is_scaled(perturbation.what):
             raise Unfit(
                 f"updates along {perturbation.describe()}, which has been multiplied by epsilon and rounded"
             )
         # Several perturbations are one step, which decays once. A decay of 0 changes nothing.
         weight_decay = self._context.hyperparameters.weight_decay if op.perturbation == 0 else 0.0
-        param_pass, is_sign = self.param_pass, op.group in self._signs
-        if op.group in self._roundings:
+        param_pass, is_sign = self.param_pass, op.param_group in self._signs
+        if op.param_group in self._roundings:
             before, after = (
                 next(
                     (
@@ -128,7 +128,7 @@ class ParamPasses:
                 for accesses in (instruction.reads, instruction.writes)
             )
             return self._update_by_qvalues(op, weights, perturbation, (before, after))
-        matrix_divisor = self._matrix_divisors.get(op.group, 1.0)
+        matrix_divisor = self._matrix_divisors.get(op.param_group, 1.0)
         is_uniform = not weight_decay and matrix_divisor == 1
         # On an accelerator few kernels are worth more than few passes.
         is_launched = self._context.backend.device.type != "cpu"
@@ -182,7 +182,7 @@ class ParamPasses:
 
     def _update_by_factors(self, instruction: Instruction, op: Update) -> Action:
         """Return what updates matrices along products of factors, which are made piece by piece."""
-        store, group = self._context.store, op.group
+        store, group = self._context.store, op.param_group
         weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
         source_of = location_of(
             only(of_group(group, PerturbationFactors, instruction.reads), f"read of factors of {group}")
@@ -237,8 +237,8 @@ class ParamPasses:
                 rate=source.learning_rate,
                 decay=numbers_decay,
                 rounded_decay=quantized_decay,
-                rounding=self._roundings[op.group],
-                rows=self._context.nonzero_rows(op.group, source, op.perturbation),
+                rounding=self._roundings[op.param_group],
+                rows=self._context.nonzero_rows(op.param_group, source, op.perturbation),
                 uniforms=partial(self._uniforms.between, key=key),
                 counted=self.counts,
                 add=self.param_pass.update_several,

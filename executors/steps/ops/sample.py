@@ -66,7 +66,7 @@ class Sampling:
             if op.keep == "rows":
                 self._check_table(op)
             elif op.keep == "all" and self._store.section(target) is not self._section(op):
-                raise Unfit(f"draws {op.group} into {target.what}")
+                raise Unfit(f"draws {op.param_group} into {target.what}")
         if op.rank:
             return self._factored(op, instruction, wanted)
         if op.bits and op.generator == "counter":
@@ -251,7 +251,7 @@ class Sampling:
             assert frame.interval is not None
             if op.for_update and frame.step == frame.interval.first:
                 return factor_sampler.resampled(
-                    op.group, op.perturbation, frame.seeds[op.perturbation], frame.interval, places
+                    op.param_group, op.perturbation, frame.seeds[op.perturbation], frame.interval, places
                 )
             if source:
                 generator.set_state(values[source[0]][0])
@@ -260,10 +260,10 @@ class Sampling:
             states = [generator.get_state()]
             factors = None
             if op.keep == "none":
-                factor_sampler.pass_over(op.group, frame.step, frame.interval, generator)
+                factor_sampler.pass_over(op.param_group, frame.step, frame.interval, generator)
             else:
                 factors = factor_sampler.sequential(
-                    op.group, op.perturbation, frame.step, frame.interval, generator, places
+                    op.param_group, op.perturbation, frame.step, frame.interval, generator, places
                 )
             for key in before:
                 values[key] = states
@@ -282,7 +282,7 @@ class Sampling:
             elif op.keep != "none":
                 assert seeded.interval is not None
                 factors = factor_sampler.counted(
-                    op.group, op.perturbation, counter_key(frame, op), seeded.interval, places
+                    op.param_group, op.perturbation, counter_key(frame, op), seeded.interval, places
                 )
             if factors is not None and op.keep == "factors":
                 values[location_of(wanted[0])] = factors
@@ -311,7 +311,7 @@ class Sampling:
         if self._factors is None:
             tensors = [tensor for tensor in self._context.forward_runner.tensors if tensor.trainable]
             groups = {
-                what.group: [tensor.index for tensor in section.tensors]
+                what.param_group: [tensor.index for tensor in section.tensors]
                 for what, section in self._store.sections.items()
                 if isinstance(what, ParamGroupWeights)
             }
@@ -331,7 +331,7 @@ class Sampling:
     def _sampling_order(self, perturbation: int) -> list[str]:
         """Return the groups that the step's generator of a perturbation visits, in their order."""
         return [
-            i.op.group
+            i.op.param_group
             for i in self._context.program.step
             if isinstance(i.op, Sample)
             and i.op.perturbation == perturbation
@@ -341,12 +341,12 @@ class Sampling:
     # -- operands ----------------------------------------------------------------------------------------------
 
     def _section(self, op: Sample) -> ParamSection:
-        return self._store.trainable(op.group)
+        return self._store.trainable(op.param_group)
 
     def _check_table(self, op: Sample) -> None:
         section = self._section(op)
         if len(section.tensors) != 1 or len(section.tensors[0].shape) != 2:
-            raise Unfit(f"keeps rows of {op.group}, which is not one table")
+            raise Unfit(f"keeps rows of {op.param_group}, which is not one table")
 
     def _empty_rows(self, section: ParamSection, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         table = section.tensors[0]
@@ -387,7 +387,7 @@ def _states(op: Sample, instruction: Instruction) -> tuple[list[Location], list[
     """Return where the sequential generator's state is read, where that before the group is left, and where that after it."""
 
     def written(*, is_after: bool) -> list[Location]:
-        state = GeneratorState(op.group, op.perturbation, is_after=is_after)
+        state = GeneratorState(op.param_group, op.perturbation, is_after=is_after)
         return [location_of(access) for access in instruction.writes if access.what == state]
 
     source = [location_of(access) for access in instruction.reads if isinstance(access.what, GeneratorState)]

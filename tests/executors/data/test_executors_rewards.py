@@ -121,7 +121,7 @@ def test_the_head_reads_all_weights_at_its_point_and_takes_a_forward_for_every_f
         assert [head.op.num_new_tokens for head in heads] == [count] * 2
         for head in heads:
             read = {
-                a.what.group
+                a.what.param_group
                 for a in head.reads
                 if isinstance(a.what, ParamGroupWeights) and a.what.eval_point == head.op.eval_point
             }

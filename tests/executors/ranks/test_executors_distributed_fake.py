@@ -89,7 +89,10 @@ def test_calls_and_bytes_are_those_of_the_program(fake, name, axes, monkeypatch)
     wanted_calls, wanted_bytes, wanted = Counter(), Counter(), Counter()
     for instruction in program.step:
         if isinstance(instruction.op, Collective):
-            group, members = instruction.op.group, program.process_groups[instruction.op.group]
+            group, members = (
+                instruction.op.process_group,
+                program.process_groups[instruction.op.process_group],
+            )
             wanted_calls[group] += STEPS * len(instruction.writes)
             wanted_bytes[group] += STEPS * instruction.work.link_bytes
             for write in instruction.writes:

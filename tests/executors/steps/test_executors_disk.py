@@ -62,7 +62,7 @@ def test_checksums_notice_what_else_writes_to_the_drive():
         store = session.interpreter.store
         store.placed(session.program.final[-1]).views[0].view(-1)[0] += 1
         session.step(second)
-        with pytest.raises(RunError, match=session.program.final[-1].what.group):
+        with pytest.raises(RunError, match=session.program.final[-1].what.param_group):
             session.verify()
 
 

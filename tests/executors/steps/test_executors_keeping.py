@@ -41,7 +41,7 @@ def plan_for(placement, model, *, estimator=None, perturbations=None):
 
 def samples(program: Program) -> Counter[tuple[str, int]]:
     sampled = [i.op for _, i in program.instructions() if isinstance(i.op, Sample)]
-    return Counter((op.group, op.perturbation) for op in sampled if op.keep != "none")
+    return Counter((op.param_group, op.perturbation) for op in sampled if op.keep != "none")
 
 
 @pytest.mark.crossed(quick=2)
@@ -88,8 +88,8 @@ def test_the_memory_that_is_planned_is_what_is_taken(placement):
 def test_a_perturbation_that_is_overwritten_before_its_last_reader_is_a_hazard(placement):
     program = lower(plan_for(placement, model_of("opt"), perturbations={"rng": "counter"}))
     step = list(program.step)
-    update = next(k for k, i in enumerate(step) if isinstance(i.op, Update) and i.op.group == "block.1")
-    resample = next(i for i in step if isinstance(i.op, Sample) and i.op.group == "block.1")
+    update = next(k for k, i in enumerate(step) if isinstance(i.op, Update) and i.op.param_group == "block.1")
+    resample = next(i for i in step if isinstance(i.op, Sample) and i.op.param_group == "block.1")
     other = replace(resample, id="too-early", writes=tuple(replace(a, step=1) for a in resample.writes))
     with pytest.raises(Hazard, match=r"block\.1/update.* needs z:block\.1"):
         validate(replace(program, step=(*step[:update], other, *step[update:])))

@@ -122,7 +122,7 @@ def test_a_full_pass_samples_twice_where_it_sampled_four_times():
     sampled = []
     for how in ("serial", "copies"):
         program = lower(plan_of(model_of("opt"), **weighing(PLACEMENTS["full"], how)))
-        sampled.append(sum(isinstance(i.op, Sample) and i.op.group == "block.1" for i in program.step))
+        sampled.append(sum(isinstance(i.op, Sample) and i.op.param_group == "block.1" for i in program.step))
     assert sampled == [4, 2]
 
 
