@@ -11,6 +11,7 @@ from the top of the file and what its last key, or a value of it, is called now:
         "constants.name=draw.*": "sampling.*",  # what values begin with
         "nodes.*.kind": "type",  # * is any key; lists are looked through, so nodes may be one
         "**.kind=draw": "sample",  # ** is any depth
+        "*.op[kind:send].group": "process_group",  # of an op whose kind is send
     }
 """
 
@@ -60,8 +61,11 @@ def _renamed(part: Any, parents: Sequence[str], key: str, value: str | None, pre
         below = {name: _renamed(item, parents, key, value, present) for name, item in part.items()}
         return _renamed(below, rest, key, value, present)
     if first:
+        wanted, _, condition = first.rstrip("]").partition("[")
         return {
-            name: _renamed(item, rest, key, value, present) if first in (name, "*") else item
+            name: _renamed(item, rest, key, value, present)
+            if wanted in (name, "*") and _meets(item, condition)
+            else item
             for name, item in part.items()
         }
     if value is not None:
@@ -69,6 +73,11 @@ def _renamed(part: Any, parents: Sequence[str], key: str, value: str | None, pre
     if key not in part or present in part:
         return part
     return {present if name == key else name: item for name, item in part.items()}
+
+
+def _meets(item: Any, condition: str) -> bool:
+    field, _, value = condition.partition(":")
+    return not condition or (isinstance(item, dict) and item.get(field) == value)
 
 
 def _renamed_value(given: Any, value: str | None, present: str) -> Any:

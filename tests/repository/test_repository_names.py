@@ -144,10 +144,15 @@ def present(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def names_of(node: Any) -> Iterator[str]:
-    """Yield the names that a node gives or uses; a text of one word may be a key of a file, or an option's value."""
+    """Yield the names that a node gives or uses, attributes also with their dot.
+
+    A text of one word may be a key of a file, or an option's value.
+    """
     for attribute in ("id", "arg", "name", "attr"):
         if isinstance(name := getattr(node, attribute, None), str):
             yield from name.split(".")
+    if isinstance(node, ast.Attribute):
+        yield f".{node.attr}"
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w-]+", node.value):
         yield node.value
 

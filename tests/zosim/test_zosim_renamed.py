@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from importlib import import_module
 from typing import Annotated, Literal
@@ -174,6 +175,18 @@ def test_programs_and_models_that_say_groups_are_read(tmp_path):
     spec = tmp_path / "model.json"
     spec.write_text(plan.model.model_dump_json().replace('"param_groups"', '"groups"'))
     assert read_model_spec(str(spec)) == plan.model
+
+
+def test_programs_whose_operations_and_dependencies_say_group_are_read():
+    options = {"seq": 16, "batch": 2, "residency": "offloaded", "transfers": "sliced"}
+    programs = lower_all(zosim.plan("opt-1m", "cpu-laptop", mesh="data=2", **options).plan)
+    stages = lower_all(zosim.plan("opt-1m", "cpu-laptop", seq=16, mesh="stage=2").plan)
+    now = programs.to_json() + stages.to_json()
+    kinds = re.findall(r'"kind": "(\w+)"[^}]*"(?:param|process)_group"', now)
+    assert {"collective", "send", "recv", "sample", "perturb", "update"} <= set(kinds)
+    for current in (programs, stages):
+        old = re.sub('"(param|process)_group"', '"group"', current.to_json())
+        assert ProgramSet.from_data(json.loads(old), "old.json") == current
 
 
 def test_a_timeline_that_says_parts_and_slots_is_read():

@@ -50,6 +50,11 @@ RENAMED: Mapping[str, str] = {
     "**.quant_passes.*=beside": "side_path",
     "**.codec_work.*=quantise_s*": "quantize_s*",
     "**.codec_work.*=dequantise_s": "dequantize_s",
+    "*.after.group": "process_group",
+    "*.op[kind:collective].group": "process_group",
+    "*.op[kind:send].group": "process_group",
+    "*.op[kind:recv].group": "process_group",
+    "*.op.group": "param_group",
 }
 """Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 

@@ -89,8 +89,8 @@ class Access:
     offset_bytes, size_bytes : int
         Range inside the buffer.
     share : str
-        Group among whose members the range is cut into equal parts, of which only this rank's own is touched;
-        empty for all of it. What else the range holds is then not said.
+        Process group among whose members the range is split into equal shares, of which only this rank's own is touched;
+        empty for all of it. What the other shares hold is then unspecified.
     """
 
     buffer: str
@@ -141,7 +141,7 @@ class Dependency:
     instruction : str
     distance : int
     process_group : str
-        Empty for an instruction of this rank. Otherwise a group, on whose *other* members it must have finished.
+        Empty for an instruction of this rank. Otherwise a process group, on whose *other* members it must have finished.
     """
 
     instruction: str

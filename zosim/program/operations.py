@@ -56,7 +56,6 @@ class Sample:
     Attributes
     ----------
     param_group : str
-        Parameter group.
     step : int
         Step whose seed is used, relative to this one (-1 for a delayed update).
     perturbation : int
@@ -65,8 +64,8 @@ class Sample:
         without their product; ``"none"`` skips the group's numbers.
     generator : str
         ``"mezo"``: one sequence for all groups in turn. The state before the group is read (that of the group itself, or
-        that after the previous group in turn; none: the step's seed starts the sequence). Such a draw writes the
-        state before the group, for drawing again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
+        that after the previous group in turn; none: the step's seed starts the sequence). Such a sampling writes the
+        state before the group, for sampling again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
         ``"counter"``: keyed by (seed, step, perturbation, parameter), no state.
     distribution : str
     bits : int
@@ -80,7 +79,7 @@ class Sample:
     lazy_steps : int
         Steps that ``V`` is kept for: it is that of the last step whose number is a multiple of this.
     for_update : bool
-        Whether an update uses it alone, for a distribution that draws again for that.
+        Whether an update uses it alone, for a distribution that samples again for that.
     """
 
     param_group: str
@@ -146,7 +145,7 @@ class Forward:
         Token tables that are read through gathered rows, perturbed out of place with the rows of their
         perturbation, because another segment needs the table itself unperturbed until its turn.
     side_paths : tuple of str
-        Groups that are read unperturbed, and whose perturbation is added in the products that they are in.
+        Parameter groups that are read unperturbed, and whose perturbation is added in the products that they are in.
     batched_eval_points : tuple of EvalPoint
         All points that it is at, side by side in one batch, `eval_point` the first of them; empty where it is at one.
     microbatch : int
@@ -205,7 +204,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Bytes exchanged by all members of a group; it starts when the last of them is there.
+    """Bytes exchanged by all members of a process group; it starts when the last of them is there.
 
     Attributes
     ----------
@@ -248,7 +247,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message to another member of a group; both are there before it moves.
+    """A message to another member of a process group; both are there before it moves.
 
     Messages between two ranks are taken in the order in which they are sent.
 
@@ -256,7 +255,7 @@ class Send:
     ----------
     process_group : str
     offset : int
-        Place of the other member less this one's.
+        Position of the other member in the group, less this one's.
     """
 
     process_group: str
@@ -266,7 +265,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """A message from another member of a group."""
+    """A message from another member of a process group."""
 
     process_group: str
     offset: int
