@@ -50,7 +50,7 @@ class DenseStorage:
     Examples
     --------
     >>> from costmodel.models.configs import read_model_spec
-    >>> block = read_model_spec("opt-125m").group("block.0")
+    >>> block = read_model_spec("opt-125m").param_group("block.0")
     >>> int4 = QuantizedStorage(
     ...     dtype="bfloat16",
     ...     distribution="gaussian",

@@ -429,7 +429,7 @@ class ModelSpec(BaseModel):
                 by_segment.setdefault(segment, []).append(group)
         return {segment: tuple(param_groups) for segment, param_groups in by_segment.items()}
 
-    def group(self, name: str) -> ParamGroup:
+    def param_group(self, name: str) -> ParamGroup:
         """Return the group called `name`.
 
         Raises

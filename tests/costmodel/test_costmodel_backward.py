@@ -76,7 +76,7 @@ def test_accumulating_reads_and_writes_gradients_once_more():
         backward_work(OPT, "block.0", batch=1, seq=8, accumulates=more).param_pass_bytes
         for more in (False, True)
     )
-    assert added - plain == 3 * 4 * OPT.group("block.0").num_parameters
+    assert added - plain == 3 * 4 * OPT.param_group("block.0").num_parameters
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -257,8 +257,8 @@ def test_groups_are_named_in_registration_order():
     assert [g.name for g in read_model_spec("gpt2").param_groups][-1] == "head"
     untied = spec_of_config({"model_type": "opt", "tie_word_embeddings": False}, name="untied")
     assert names(untied) == ["embed", "head", "head.1"]
-    assert untied.group("embed").num_tensors == 2
-    assert untied.group("head.1").num_parameters == 50272 * 768
+    assert untied.param_group("embed").num_tensors == 2
+    assert untied.param_group("head.1").num_parameters == 50272 * 768
 
 
 def test_neighbours_of_the_same_segments_form_one_group():
@@ -283,8 +283,8 @@ def test_lora_trains_two_narrow_matrices_per_target():
     assert spec.num_trainable == 32 * per_block
     assert spec.num_parameters == base.num_parameters + spec.num_trainable
     assert spec.adapter_shapes == ((4096, 4096), (4096, 1024))
-    assert spec.group("block.0").largest_trainable_tensor == 8 * 4096
-    assert spec.group("embed").num_trainable == 0
+    assert spec.param_group("block.0").largest_trainable_tensor == 8 * 4096
+    assert spec.param_group("embed").num_trainable == 0
 
 
 @pytest.mark.parametrize(

@@ -140,10 +140,10 @@ def test_chunks_of_any_number_are_counted_without_playing_them():
 def test_weights_of_another_format_are_cast_and_held():
     plain = forward_work(SPEC, "block.0", batch=1, seq=8, dtype="bfloat16")
     cast = forward_work(SPEC, "block.0", batch=1, seq=8, dtype="bfloat16", storage_dtype="float32")
-    elements = SPEC.group("block.0").num_parameters
+    elements = SPEC.param_group("block.0").num_parameters
     assert cast.param_pass_bytes - plain.param_pass_bytes == elements * (4 + 2)
     assert cast.workspace_bytes - plain.workspace_bytes == elements * 2
-    assert cast.num_kernels - plain.num_kernels == SPEC.group("block.0").num_tensors
+    assert cast.num_kernels - plain.num_kernels == SPEC.param_group("block.0").num_tensors
     assert (
         forward_work(SPEC, "head", batch=1, seq=8, dtype="tf32", storage_dtype="float32").param_pass_bytes
         == 0

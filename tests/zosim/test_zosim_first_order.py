@@ -388,7 +388,7 @@ def test_replicas_that_share_weights_out_hold_a_part_and_gather_the_rest():
     gathers = [item for item in program.step if item.label == "gather" and item.segment == "block.1"]
     sums = [item for item in program.step if item.label == "all_reduce" and item.segment == "block.1"]
     assert (len(gathers), len(sums)) == (2 * 2, 2)
-    size = 4 * plan.model.group("block.1").num_parameters
+    size = 4 * plan.model.param_group("block.1").num_parameters
     for item in (*gathers, *sums):
         assert item.work.link_bytes == pytest.approx(size * 3 / 4, rel=0.05)
     # The weights of the next block come while one computes.

@@ -162,7 +162,7 @@ def test_updates_of_one_paper_have_weight_decay_and_of_the_other_one_temporary()
     """Passes over 16-bit parameters: z (drawn), then 12 with weight decay and 5 without; a perturbation has 7."""
     for fields, passes in (({"precision": "fp16"}, 12), (DIST, 5)):
         found = cell(**fields, method="MeZO")
-        group = found.case.plan.model.group("block.1")
+        group = found.case.plan.model.param_group("block.1")
         works = {
             type(item.op): item.work
             for item in found.program.step
@@ -236,7 +236,7 @@ def test_fused_attention_works_on_padded_heads():
 def test_autocast_casts_weights_once_a_visit_and_no_table_that_is_looked_up():
     step = cell(method="ZO2(compress=none)", precision="amp-fp16").program.step
     pass_bytes = {item.id: item.work.param_pass_bytes for item in step if isinstance(item.op, Forward)}
-    weights = cell().case.plan.model.group("block.1").num_parameters
+    weights = cell().case.plan.model.param_group("block.1").num_parameters
     assert pass_bytes["block.1/forward[q0+]"] == 6 * weights
     assert pass_bytes["block.1/forward[q0-]"] == pass_bytes["embed/forward[q0+]"] == 0
     assert pass_bytes["head/forward[q0+]"] > 0

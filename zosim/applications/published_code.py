@@ -120,16 +120,16 @@ class _Writer:
         match item.op:
             case Sample(param_group=name, keep="rows"):
                 # A whole table is perturbed there, across and back, each with a draw.
-                once = self._perturbed(self.model.group(name))
+                once = self._perturbed(self.model.param_group(name))
                 return once + once + once
             case Sample():
                 return Work()
             case Perturb(param_group=name) if isinstance(_next_use(name, later), Perturb):
                 return Work()
             case Perturb(param_group=name):
-                return self._perturbed(self.model.group(name))
+                return self._perturbed(self.model.param_group(name))
             case Update(param_group=name):
-                return self._updated(self.model.group(name))
+                return self._updated(self.model.param_group(name))
             case Forward(segment=segment):
                 return self._forwarded(segment, item.work)
         return item.work
