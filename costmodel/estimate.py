@@ -46,7 +46,7 @@ class OperationCost:
     limiter : str
         The largest term.
     cores : float
-        Host cores that it keeps busy, averaged over its duration.
+        Number of host cores that it keeps busy, averaged over its duration.
     memory_bytes : int
         Bytes that it moves through the device's memory: what caches serve is left out, and a copy on a CPU counts
         at its source and at its target.

@@ -26,7 +26,17 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class MemoryComponent:
-    """One named part of the memory that a plan takes."""
+    """One named part of the memory that a plan takes.
+
+    Attributes
+    ----------
+    name : str
+        What the memory holds.
+    size_bytes : int
+        Its size in bytes, at least 0.
+    where : {"device", "host", "disk"}
+        Memory that it takes.
+    """
 
     name: str
     size_bytes: int

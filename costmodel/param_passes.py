@@ -50,11 +50,17 @@ def sampling_work(
     Parameters
     ----------
     num_elements : int
-        Numbers that are made. Writing them is part of it: the rate of a generator is measured into memory.
+        Count of the numbers to sample. Writing them is part of it: a generator's rate is measured into memory.
+    dtype : str
+        Format of the numbers.
+    distribution : str
+        What a number costs like, of :data:`costmodel.formats.distributions.SamplingClass`.
+    num_tensors : int
+        Number of tensors they are spread over; each is a kernel of its own.
     num_skipped : int
-        Numbers that the generator passes over besides.
+        Count of numbers that the generator passes over besides.
     num_kept_rows : int
-        Rows of a table that `num_elements` are, one drawn after the other.
+        Number of a table's rows that `num_elements` are, one sampled after the other.
     is_shared : bool
         Whether all of a CPU's threads draw at once.
     is_scaled : bool
@@ -150,11 +156,25 @@ def update_work(
     weight_decay: bool = False,
     is_watched: bool = False,
 ) -> Work:
-    """Return the work of a step along a drawn perturbation: a perturbation's passes, and those of a weight decay.
+    """Return the work of a step along a sampled perturbation: a perturbation's passes, and those of a weight decay.
 
-    Weight decay scales θ in place (one read, one write, one kernel per tensor); the literal form makes a
-    temporary of it and adds that to the step. Where updates are watched, a sample of the parameters is gathered before
-    and after, and what did not change is counted.
+    Parameters
+    ----------
+    num_elements : int
+        Number of parameters updated.
+    dtype, perturbation_dtype : str
+        Formats of the parameters and of the perturbation (that of the parameters if not given).
+    arithmetic : {"fused", "scaled", "literal"}
+        See :data:`Arithmetic`.
+    num_tensors : int
+        Number of tensors they are spread over; each is a kernel of its own.
+    largest_tensor : int, optional
+        Number of elements of the largest of them; all elements if not given.
+    weight_decay : bool
+        Whether θ is scaled in place first (one read, one write, one kernel per tensor). The literal form makes a
+        temporary of it and adds that to the step.
+    is_watched : bool
+        Whether a sample of the parameters is gathered before and after, to count lost updates.
     """
     theta = FORMATS[dtype].element_bytes
     step = perturb_work(
@@ -194,7 +214,17 @@ def update_work(
 def cast_work(
     num_elements: int, *, source: TransferFormat, target: TransferFormat, num_tensors: int = 1
 ) -> Work:
-    """Return the work of rewriting `num_elements` in another format: one read, one write."""
+    """Return the work of rewriting `num_elements` in another format: one read, one write.
+
+    Parameters
+    ----------
+    num_elements : int
+        Number of elements.
+    source, target : str
+        Formats that they are read and written in.
+    num_tensors : int
+        Number of tensors they are spread over; each is a kernel of its own.
+    """
     # Of the two at least the weights' own is one that is computed in.
     computed: list[DType] = [name for name in COMPUTE_FORMATS if name in (source, target)]
     wider = max(sorted(computed, key=(source, target).index), key=lambda name: FORMATS[name].bits)
@@ -209,12 +239,26 @@ def cast_work(
 
 
 def copy_work(size_bytes: int) -> Work:
-    """Return the work of moving one contiguous buffer between memories; the profile's latency covers its start."""
+    """Return the work of copying one contiguous buffer between memories; the profile's latency covers its start.
+
+    Parameters
+    ----------
+    size_bytes : int
+        Size of the buffer in bytes.
+    """
     return Work(copy_bytes=size_bytes)
 
 
 def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:
-    """Return the work of asking the device for memory that no cache holds, first touch included."""
+    """Return the work of allocating device memory that no cache holds, first touch included.
+
+    Parameters
+    ----------
+    size_bytes : int
+        Size of the memory in bytes.
+    num_allocations : int
+        Number of calls to the allocator.
+    """
     return Work(num_allocations=num_allocations, allocation_bytes=size_bytes)
 
 

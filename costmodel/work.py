@@ -68,14 +68,29 @@ class Matmul(_FrozenCounts):
 
 
 class Attention(_FrozenCounts):
-    """Scaled dot-product attention of ``num`` (batch x head) pairs over ``query x key`` positions.
+    """Scaled dot-product attention.
 
-    ``materialised`` says that the score matrix is written out (the ``eager`` implementation); a fused
-    kernel keeps it on chip. Neither skips the masked half: FLOPs are those of the full square unless
-    ``causal_skip``. ``kernel`` names a fused kernel where it is not the device's usual one. A fused ``backward`` makes the
-    scores again: five products in place of two. ``value_dim`` is the width of values where it is not that of queries and keys.
-    ``sharing`` query heads read the same keys and values; code that repeats
-    these for every head before the kernel shares nothing.
+    Attributes
+    ----------
+    num : int
+        Number of (sequence, head) pairs.
+    query, key : int
+        Number of query and of key positions per pair.
+    head_dim : int
+        Width of queries and keys.
+    value_dim : int or None
+        Width of values; that of queries and keys if None.
+    materialised : bool
+        Whether the score matrix is written out (the ``eager`` implementation); a fused kernel keeps it on chip.
+    causal_skip : bool
+        Whether the masked half is skipped; if not, FLOPs are those of the full square.
+    kernel : str or None
+        Fused kernel, where it is not the device's usual one.
+    backward : bool
+        Whether it is the backward pass, which makes the scores again: five products instead of two.
+    sharing : int
+        Number of query heads that read the same keys and values. Code that repeats these for every head before the
+        kernel shares nothing.
     """
 
     num: PositiveInt
@@ -123,6 +138,7 @@ class Work(_FrozenCounts):
     matmuls : tuple of Matmul
         Each launched as often as its ``num`` says.
     attention : tuple of Attention
+        Attention kernels, each launched once.
     elementwise_bytes : int
         Bytes read plus written by element-wise and normalisation kernels (activations).
     param_pass_bytes : int
@@ -133,7 +149,7 @@ class Work(_FrozenCounts):
         Exponentials in element-wise kernels, beside their bytes: softmax and activation functions. A hyperbolic
         tangent counts as several.
     num_normals : int
-        Random numbers drawn.
+        Random numbers sampled.
     num_shared_normals : int
         Of these, those that all of a CPU's threads draw at once; one thread draws the others.
     num_shared_samplings : int
@@ -173,9 +189,9 @@ class Work(_FrozenCounts):
     disk_bytes : int
         Bytes that are read from a disk, or written to one.
     codec_work : tuple of (str, int)
-        What a codec does, as counts of the constants of :data:`costmodel.formats.codec_time.CodecWork`.
+        Work of a codec, a count for each constant of :data:`costmodel.formats.codec_time.CodecWork`.
     quant_passes : tuple of (str, int)
-        Elements that passes over quantized values take, by kind of pass.
+        Number of elements of passes over quantized values, by type of pass.
     link_bytes : int
         Bytes that one rank receives from the others of a group, and as many that it sends.
     num_allocations : int
@@ -277,7 +293,12 @@ class Work(_FrozenCounts):
         return self.model_copy(update=scaled)
 
     def one_in(self, num_steps: int) -> Work:
-        """Return a step's share of what is done once in so many steps, its counts rounded.
+        """Return a step's share of work that is done once in several steps, its counts rounded.
+
+        Parameters
+        ----------
+        num_steps : int
+            Number of steps between two times that the work is done.
 
         Examples
         --------

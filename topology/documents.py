@@ -114,7 +114,12 @@ def _with(value: Any, key: str, name: str) -> Any:
 
 
 def load(path: str | Path) -> Topology:
-    """Read a topology file.
+    """Return the machine that a topology file describes.
+
+    Parameters
+    ----------
+    path : str or Path
+        YAML file, of at most 8 MiB.
 
     Raises
     ------
@@ -128,7 +133,14 @@ def load(path: str | Path) -> Topology:
 
 
 def loads(text: str, *, what: str = "topology") -> Topology:
-    """Read a topology from YAML text; `what` names it in messages.
+    """Return the machine that YAML text describes.
+
+    Parameters
+    ----------
+    text : str
+        The file's content.
+    what : str, optional
+        Name of the source in messages.
 
     Raises
     ------
@@ -268,12 +280,23 @@ def preset_names() -> tuple[str, ...]:
 
 @cache
 def load_preset(name: str) -> Topology:
-    """A machine that comes with the package.
+    """Return a machine that comes with the package.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`preset_names`, such as ``"dgx-1v"``.
 
     Raises
     ------
     TopologyError
         If there is none of that name.
+
+    Examples
+    --------
+    >>> machine = load_preset("dgx-1v")
+    >>> len(machine.compute_devices), machine.device_spec("gpu0").memory_bytes
+    (8, 34089205760)
     """
     if name not in preset_names():
         message = f"there is no preset {name!r}"

@@ -78,10 +78,17 @@ class Layout:
 def draw(topology: Topology, path: str | Path) -> Path:
     """Draw a machine into a PNG, SVG or PDF file and return its path.
 
+    Parameters
+    ----------
+    topology : Topology
+        Machine of at most 600 nodes.
+    path : str or Path
+        File to write; its ending chooses the format.
+
     Raises
     ------
     TopologyError
-        If the file's ending is no known format, or it cannot be written.
+        If the file's ending is no known format, the file cannot be written, or the machine has too many nodes.
     """
     file = Path(path)
     if file.suffix.lower() not in FORMATS:

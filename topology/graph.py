@@ -79,7 +79,13 @@ class Topology(FrozenModel):
         return self
 
     def links_of(self, node_id: str) -> Sequence[Link]:
-        """Links at a node, in file order."""
+        """Links at a node, in file order.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of the node; an unknown one has no links.
+        """
         return self._links_by_node.get(node_id, ())
 
     @cached_property
@@ -137,7 +143,12 @@ class Topology(FrozenModel):
         return graph
 
     def node(self, node_id: str) -> Node:
-        """The node of that name.
+        """The node with an id.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of the node, such as ``"gpu0"``.
 
         Raises
         ------
@@ -151,11 +162,23 @@ class Topology(FrozenModel):
             raise TopologyError(message, hint=did_you_mean(node_id, self._nodes_by_id)) from None
 
     def of_type(self, *node_types: str) -> tuple[Node, ...]:
-        """Nodes of the given types, in file order."""
+        """Nodes of the given types, in file order.
+
+        Parameters
+        ----------
+        *node_types : str
+            Types such as ``"gpu"`` or ``"memory"``.
+        """
         return tuple(node for node in self.nodes if node.type in node_types)
 
     def sums_in_switch(self, switch: Node) -> bool:
-        """Return whether an nvswitch adds up what GPUs send (NVLink SHARP), as declared, or as NVLinks from the fourth generation on tell."""
+        """Return whether an NVSwitch adds up what GPUs send (NVLink SHARP).
+
+        Parameters
+        ----------
+        switch : Node
+            An nvswitch. If it does not declare ``in_switch_sums``, one with NVLinks of generation 4 or later does.
+        """
         if switch.in_switch_sums is not None:
             return switch.in_switch_sums
         return any((link.type.nvlink_generation or 0) >= 4 for link in self.links_of(switch.id))
@@ -181,6 +204,11 @@ class Topology(FrozenModel):
     def host_of(self, node_id: str) -> Node:
         """The host that contains a node.
 
+        Parameters
+        ----------
+        node_id : str
+            Id of the node, such as ``"gpu0"``.
+
         Raises
         ------
         TopologyError
@@ -196,6 +224,11 @@ class Topology(FrozenModel):
 
     def host_memory(self, node_id: str) -> Node:
         """The host memory nearest to a node: of least latency, then of fewest links, then by name.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of the node, such as ``"gpu0"``.
 
         Raises
         ------
@@ -214,11 +247,23 @@ class Topology(FrozenModel):
         return self.node(min(candidates)[2])
 
     def memories_of(self, node_id: str) -> tuple[Node, ...]:
-        """Memories of the host that contains a node, in file order."""
+        """Memories of the host that contains a node, in file order.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of the node, such as ``"gpu0"``.
+        """
         return self._memories_by_host.get(self.host_of(node_id).id, ())
 
     def disks_of(self, node_id: str) -> tuple[Node, ...]:
-        """Disks of known bandwidth of the host that contains a node, in file order."""
+        """Disks of known bandwidth of the host that contains a node, in file order.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of the node, such as ``"gpu0"``.
+        """
         host = self.host_of(node_id).id
         return tuple(
             disk for disk in self.of_type("disk") if disk.host == host and disk.bandwidth is not None
@@ -233,6 +278,11 @@ class Topology(FrozenModel):
 
     def device_spec(self, node_id: str) -> DeviceSpec:
         """Specification of a GPU or CPU; a CPU's memory is that of its nearest DRAM unless declared.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of a GPU or a CPU.
 
         Raises
         ------
@@ -265,11 +315,16 @@ class Topology(FrozenModel):
         return Routes(self.graph, self.links, self.measured)
 
     def route(self, source_id: str, target_id: str) -> Route:
-        """The widest route between two nodes, among those the one of least latency, then fewest links.
+        """The widest route between two nodes; of equally wide ones that of least latency, then of fewest links.
 
         Only NUMA domains, PCIe roots and switches, NVSwitches, NICs and networks forward traffic, and
         traffic within a host does not leave it, nor pass a third one if there is a way without it. Two devices without
         peer-to-peer access over PCIe are joined through the host memory of the source.
+
+        Parameters
+        ----------
+        source_id, target_id : str
+            Ids of the two nodes.
 
         Raises
         ------
@@ -301,7 +356,13 @@ class Topology(FrozenModel):
         return self._routes.resources
 
     def with_assumed_memory(self, factor: float) -> Topology:
-        """The same machine with so many times the bandwidth of each host memory whose own is assumed; itself where none is."""
+        """Return the machine with another bandwidth of each host memory whose bandwidth is assumed.
+
+        Parameters
+        ----------
+        factor : float
+            Factor on the assumed bandwidths. A machine that assumes none is returned unchanged.
+        """
         nodes = list(self.nodes)
         for position, node in enumerate(nodes):
             figure = node.bandwidth
@@ -311,7 +372,15 @@ class Topology(FrozenModel):
         return self if tuple(nodes) == self.nodes else self.model_copy(update={"nodes": tuple(nodes)})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Topology:  # noqa: ARG002
-        """A copy with some fields replaced, validated, and with nothing computed from the old ones; `deep` changes nothing."""
+        """Return a copy with some fields replaced: validated, and with nothing computed from the old ones.
+
+        Parameters
+        ----------
+        update : mapping of str to Any, optional
+            New values by field.
+        deep : bool, optional
+            Without effect, as nothing in a topology changes.
+        """
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**fields, **(update or {})})
 

@@ -27,7 +27,13 @@ _CORES = 16
 
 
 def resolve(spec: str) -> Topology:
-    """The machine that a command line names: ``host``, a preset, a file, an instance (``"p4d"``), or GPUs of the catalogue (``"4x l40s"``).
+    """Return the machine that a command line names.
+
+    Parameters
+    ----------
+    spec : str
+        ``"host"`` for this machine, a preset, a topology file, a cloud instance such as ``"p4d"``, or a number of GPUs of
+        the catalogue, such as ``"4x l40s"``.
 
     Raises
     ------

@@ -64,7 +64,12 @@ def lint(topology: Topology) -> tuple[Finding, ...]:
 
 
 def refuse_errors(topology: Topology) -> None:
-    """Raise if the lint finds an error.
+    """Refuse a machine with figures that contradict physics.
+
+    Parameters
+    ----------
+    topology : Topology
+        Machine to check; warnings pass.
 
     Raises
     ------

@@ -60,6 +60,8 @@ class DeviceSpec(FrozenModel):
     ----------
     id, name : str
         Name in the device catalogue, and of the product.
+    type : {"gpu", "cpu"}
+        Type of the processor.
     peak_dense, peak_sparse : mapping of dtype to Figure
         Peak rates in flop/s (op/s for integers), without and with structured sparsity. Datasheets often
         print the sparse ones only; the roofline uses the dense ones.
@@ -74,6 +76,8 @@ class DeviceSpec(FrozenModel):
         Thermal design power in watts.
     pcie : PcieWidth or None
         What its connector can do; the slot may do less.
+    nvlink : NvlinkPorts or None
+        Generation and number of its NVLinks, for the lint.
     pcie_peer_to_peer : bool
         Whether two of these exchange data over PCIe directly; if not, copies are staged in host memory.
     """
@@ -100,7 +104,14 @@ class DeviceSpec(FrozenModel):
         return self
 
     def peak_flop_per_s(self, dtype: Dtype, *, sparse: bool = False) -> float:
-        """Peak rate of a dtype in flop/s; of dense matrices unless asked.
+        """Peak rate of a dtype in flop/s.
+
+        Parameters
+        ----------
+        dtype : str
+            Format of the products, such as ``"bf16"``.
+        sparse : bool, optional
+            Whether to return the rate with structured sparsity.
 
         Raises
         ------
@@ -165,10 +176,14 @@ class Node(FrozenModel):
     ----------
     id : str
         Unique name, such as ``"gpu0"`` or ``"node1/gpu0"``.
+    type : str
+        Type of the component, such as ``"gpu"``, ``"memory"`` or ``"nic"``.
     host : str or None
         The host that contains it; hosts and networks have none.
     index : int or None
         Number of a GPU within its host, as its driver counts; file order if None.
+    label : str or None
+        Text that pictures and listings show beside the id.
     spec : DeviceSpec or None
         For GPUs and CPUs.
     capacity, bandwidth, efficiency : Figure or None
@@ -254,6 +269,8 @@ class LinkType(FrozenModel):
     ----------
     name : str or None
         Name in the link catalogue.
+    technology : str
+        Technology, such as ``"pcie"``, ``"nvlink"`` or ``"ethernet"``.
     bandwidth : Figure or None
         Nominal bandwidth of one link in one direction, after line encoding. None where the link is never
         what limits: on-die fabrics, and the attachment of a memory that has its own bandwidth.
@@ -265,8 +282,10 @@ class LinkType(FrozenModel):
         Concurrent flows share fairly, or are stored and forwarded one after the other.
     efficiency : Figure or None
         Part of the nominal bandwidth that large transfers reach.
-    pcie, nvlink_generation
-        For the lint.
+    pcie : PcieWidth or None
+        Generation and number of lanes, for the lint.
+    nvlink_generation : int or None
+        Version of NVLink, from 1; tells the lint what a link can carry.
     """
 
     name: Identifier | None = None
@@ -305,6 +324,10 @@ class Link(FrozenModel):
     ----------
     id : str
         Unique name; ``source--target`` if left out.
+    source, target : str
+        Ids of the nodes at its ends.
+    type : LinkType
+        What one physical link carries.
     count : int
         Number of identical physical links that act as one, such as an NVLink bundle.
     """
@@ -346,12 +369,26 @@ class Link(FrozenModel):
         return self.type.latency.in_si("time")
 
     def other_end(self, node_id: str) -> str:
-        """The node at the other end."""
+        """The id of the node at the other end.
+
+        Parameters
+        ----------
+        node_id : str
+            Id of one end.
+        """
         return self.target if node_id == self.source else self.source
 
 
 class MeasuredBandwidth(FrozenModel):
-    """End-to-end bandwidth measured from one node to another; it overrides what is declared."""
+    """End-to-end bandwidth measured from one node to another; it overrides what is declared.
+
+    Attributes
+    ----------
+    source, target : str
+        Ids of the two nodes.
+    bandwidth : Figure
+        Bandwidth of one large transfer in that direction.
+    """
 
     source: Identifier
     target: Identifier

@@ -84,7 +84,7 @@ def plan(
     device : str, optional
         Node of the topology; by default its fastest GPU.
     threads : int, optional
-        Of a CPU's kernels; by default all cores, shared out among its ranks.
+        Number of threads of a CPU's kernels; by default all cores, divided among the ranks.
     profile : path, optional
         Calibrated rates to predict with, from `zosim calibrate -o`.
     **settings
@@ -96,6 +96,12 @@ def plan(
     ------
     ZosimError
         If something is unknown, contradicts something else, or nothing fits.
+
+    Examples
+    --------
+    >>> decision = plan("opt-125m", "a100-80gb-milan", batch=1, seq=128, dtype="float16")
+    >>> decision.plan.method
+    'mezo'
     """
     from costmodel.models.configs import read_model_spec
     from topology.hardware import resolve as topology_named
@@ -132,17 +138,19 @@ def simulate(
     Parameters
     ----------
     plan : Plan, Decision or path
+        Plan, or a file of `zosim plan -o`.
     hardware : str, optional
         A preset's name, a topology file, or ``"host"``; by default what the plan was made for.
     profile : path, optional
         Calibrated rates to predict with.
     threads : int, optional
-        Of a CPU's kernels; by default all cores, shared out among its ranks.
+        Number of threads of a CPU's kernels; by default all cores, divided among the ranks.
     program : path, optional
         Programs to use in place of what the plan is lowered to.
     one_process : bool
-        As if one process of each host drove all its GPUs.
+        Predict as if one process of each host drove all its GPUs.
     simulator : {"lockstep", "simpy"}
+        Simulator: fast arrays, or the reference with a process per stream.
 
     Returns
     -------
@@ -153,6 +161,12 @@ def simulate(
     ------
     ZosimError
         If the hardware has not the plan's devices, or a program breaks a rule.
+
+    Examples
+    --------
+    >>> decision = plan("opt-125m", "a100-80gb-milan", batch=1, seq=128, dtype="float16")
+    >>> f"{simulate(decision).step_time_s:.2f} s"
+    '0.01 s'
     """
     from topology.hardware import resolve
     from zosim.hardware.profiles import Profiles
@@ -215,6 +229,11 @@ def compare(
     ------
     ZosimError
         If there is no such run, or it has no such rank.
+
+    Examples
+    --------
+    >>> compare("runs/first").step_error  # doctest: +SKIP
+    0.07
     """
     from zosim.analysis.compare import slowest_rank
     from zosim.planning.differences import ComparedSide, Differences

@@ -186,6 +186,8 @@ class Timeline(Document):
         Sorted by time; at equal times in the order given.
     first_periodic_step : int
         Steps before it are warm-up.
+    version : int
+        Version of the file's layout.
     repeat : Repeat, optional
         Steps left out because they equal earlier ones, shifted. Spans after them carry their real times.
     reference_s : float, optional
@@ -324,7 +326,15 @@ class Timeline(Document):
                 yield span
 
     def busy(self, streams: Collection[Stream], rank: int = 0) -> float:
-        """Return the part of the periodic steps' time for which any of these streams was busy."""
+        """Return the share of the periodic steps' time in which any of the streams was busy.
+
+        Parameters
+        ----------
+        streams : collection of Stream
+            Streams to look at.
+        rank : int
+            Rank to look at.
+        """
         chosen = [(span.start_s, span.end_s) for span in self.periodic_spans(rank) if span.stream in streams]
         busy_s, until_s = 0.0, float("-inf")
         for start_s, end_s in sorted(chosen):
@@ -336,6 +346,11 @@ class Timeline(Document):
         """Return the mean seconds per periodic step under each label, largest first.
 
         Streams overlap, so the values may add up to more than the step.
+
+        Parameters
+        ----------
+        rank : int
+            Rank to look at.
         """
         seconds: dict[str, float] = defaultdict(float)
         for span in self.periodic_spans(rank):
@@ -346,6 +361,13 @@ class Timeline(Document):
         """Return the bytes of each role after every instant at which one changed.
 
         Changes at one instant count together: what is freed there is free for what is taken there.
+
+        Parameters
+        ----------
+        space : Space
+            Memory: the device's, the host's or the drive's.
+        rank : int
+            Rank to look at.
         """
         curve: list[tuple[float, dict[str, int]]] = []
         components: dict[str, int] = {}
@@ -360,7 +382,15 @@ class Timeline(Document):
         return curve
 
     def peak_memory(self, space: Space, rank: int = 0) -> Peak:
-        """Return the largest total of a space, with its parts at the first instant that reaches it."""
+        """Return the largest total of a space, with its parts at the first instant that reaches it.
+
+        Parameters
+        ----------
+        space : Space
+            Memory: the device's, the host's or the drive's.
+        rank : int
+            Rank to look at.
+        """
         curve = self.memory_curve(space, rank) or [(self.begin_s, {})]
         time_s, components = max(curve, key=lambda point: sum(point[1].values()))
         named = {role: size for role, size in sorted(components.items(), key=lambda phase: -phase[1]) if size}
@@ -388,7 +418,15 @@ class Timeline(Document):
 
     @classmethod
     def from_data(cls, data: dict[str, Any], where: str) -> Timeline:
-        """Return the timeline that the object of :meth:`to_json` describes."""
+        """Return the timeline that :meth:`to_json` wrote.
+
+        Parameters
+        ----------
+        data : dict
+            Content of the JSON file.
+        where : str
+            Name of the source in messages.
+        """
         with readable(f"timeline {where}", TimelineError):
             return _ADAPTER.validate_python(with_present_names(data, RENAMED))
 

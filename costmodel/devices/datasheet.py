@@ -301,8 +301,9 @@ def datasheet_profile(topology: Topology, device_id: str, *, num_threads: int | 
     Parameters
     ----------
     topology : Topology
+        Machine that has the device.
     device_id : str
-        A GPU or a CPU of it.
+        Id of a GPU or a CPU of it.
     num_threads : int, optional
         Threads of a CPU's kernels; all its cores if not given. Compute scales with them in proportion, memory
         bandwidth until the memory is saturated.

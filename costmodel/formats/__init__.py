@@ -59,11 +59,13 @@ class Format:
     Attributes
     ----------
     name : str
+        Name that plans and profiles use, such as ``"bfloat16"``.
     bits : int
-        Of one element.
+        Bits per element.
     is_float : bool
+        Whether elements have an exponent.
     smallest_normal : float
-        Of a float, the smallest positive number that it holds with all its digits.
+        Smallest positive number that a float format holds with all its digits.
     peak : str
         What data sheets call the rate of products in it.
     aliases : tuple of str
@@ -83,7 +85,13 @@ class Format:
     aliases: tuple[str, ...] = ()
 
     def bytes(self, num_elements: int) -> int:
-        """Return the bytes of so many elements side by side; scales, where they have any, come on top."""
+        """Return the size of packed elements in bytes, without scales.
+
+        Parameters
+        ----------
+        num_elements : int
+            Number of elements.
+        """
         return -(-num_elements * self.bits // 8)
 
     @property
@@ -103,7 +111,18 @@ class Format:
         return self.bits // 8
 
     def num_elements(self, size_bytes: int) -> int:
-        """Return how many elements fit into so many bytes, where elements stand by themselves."""
+        """Return how many elements fit into a buffer.
+
+        Parameters
+        ----------
+        size_bytes : int
+            Size of the buffer in bytes.
+
+        Raises
+        ------
+        PlanError
+            If elements are narrower than a byte.
+        """
         return size_bytes // self.element_bytes
 
 

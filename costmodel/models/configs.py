@@ -46,10 +46,10 @@ class LoRA(BaseModel):
     alpha : float or None
         What an adapter adds is ``alpha / rank · B A x``; by default twice the rank, or its root where A is redrawn.
     seed : int
-        Of the numbers that A begins with; B begins at zero.
+        Seed of A's initial numbers; B begins at zero.
     lazy_steps : int or None
-        Steps after which A is drawn anew, of normals, and B, which alone is tuned then, begins at zero again. What they were
-        stays beside the base as a closed increment. None: both are tuned, and nothing is drawn anew.
+        Number of steps after which A is sampled anew, of normals, and B, which alone is tuned then, begins at zero again. What they were
+        stays beside the base as a closed increment. None: both are tuned, and nothing is sampled anew.
     max_rank : int or None
         Rank of all increments together, the open one included, that they are compacted to; by default 64, or four times the rank.
     """
@@ -107,8 +107,9 @@ class Prefix(BaseModel):
     Attributes
     ----------
     num_tokens : int
+        Number of virtual tokens per block.
     seed : int
-        Of the tokens whose keys and values it begins as.
+        Seed of the tokens whose keys and values it begins as.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,13 +146,19 @@ def read_model_spec(
     trainable : "all", "matrices", "linears", LoRA or Prefix
         What is perturbed and updated.
     split_blocks : tuple of int
-        Blocks that become two segments, split at the input of the MLP's second linear.
+        Index of each block that becomes two segments, split at the input of the MLP's second linear.
 
     Raises
     ------
     ModelError
         If there is no such model or file, if the file is damaged, if the family is unknown, or if there is no such
         block.
+
+    Examples
+    --------
+    >>> spec = read_model_spec("opt-13b")
+    >>> spec.num_blocks, spec.hidden_size, f"{spec.num_parameters / 1e9:.2f} B"
+    (40, 5120, '12.85 B')
     """
     path = Path(source)
     if path.is_dir():
@@ -206,9 +213,13 @@ def spec_of_config(
     Parameters
     ----------
     config : mapping
+        Content of a ``config.json`` of transformers.
     name : str
-    trainable, split_blocks
-        As of :func:`read_model_spec`.
+        Name of the model in plans and messages.
+    trainable : "all", "matrices", "linears", LoRA or Prefix
+        What is perturbed and updated.
+    split_blocks : tuple of int
+        Index of each block that becomes two segments, as in :func:`read_model_spec`.
     source : str, optional
         Where it was read, for messages.
 

@@ -47,6 +47,12 @@ def forward_work(
 
     Parameters
     ----------
+    spec : ModelSpec
+        The model.
+    segment : str
+        One of its ``segments``, such as ``"block.0"``.
+    batch, seq : int
+        Number of sequences, and of tokens per sequence.
     dtype : str
         Compute format; hidden states between segments have it.
     storage_dtype : str, optional
@@ -55,11 +61,11 @@ def forward_work(
     attention : {"eager", "sdpa", "flash"}
         Only ``eager`` stores the score matrix. Fused kernels skip the masked half of an unpadded batch.
     loss_chunk : int, optional
-        Tokens whose logits exist at one time; all of them if not given.
+        Number of tokens whose logits exist at one time; all of them if not given.
     padded : bool
         Whether a padding mask is passed, with which fused kernels compute the full square.
     num_kept : int, optional
-        Tokens of a block that go on behind its attention; all of them if not given.
+        Number of tokens that go on behind a block's attention; all of them if not given.
 
     Returns
     -------
@@ -116,7 +122,19 @@ def forward_work(
 def activation_bytes(
     spec: ModelSpec, *, batch: int, seq: int, dtype: DType = "float32", segment: str = ""
 ) -> int:
-    """Return the bytes that `segment` hands to the next: a hidden state, from a block's front the MLP's too."""
+    """Return the bytes that a segment hands to the next: a hidden state, from a block's front the MLP's activation, too.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    batch, seq : int
+        Number of sequences, and of tokens per sequence.
+    dtype : str
+        Format of the activations.
+    segment : str
+        Segment that computes them; by default one that ends with a whole block.
+    """
     inner = spec.intermediate_size if segment.endswith(FRONT) else 0
     return FORMATS[dtype].bytes(batch * seq * (spec.hidden_size + inner))
 
@@ -130,10 +148,20 @@ def shared_activation_bytes(
     attention: AttentionImpl = "sdpa",
     is_padded: bool = True,
 ) -> int:
-    """Return the most bytes that every block reads and that live for the whole forward: mask and rotary tables.
+    """Return the bytes that every block reads and that live for the whole forward: masks and rotary tables.
 
-    A padded batch has a mask, a number for each pair of positions under ``eager`` and a byte under fused attention; without
-    padding fused attention takes a flag that it is causal.
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    batch, seq : int
+        Number of sequences, and of tokens per sequence.
+    dtype : str
+        Format of the activations.
+    attention : {"eager", "sdpa", "flash"}
+        Implementation. A padded batch has a mask: a number per pair of positions under ``eager``, else a byte.
+    is_padded : bool
+        Whether the batch is padded. If not, fused attention takes a flag that it is causal.
     """
     width = FORMATS[dtype].element_bytes
     # Blocks that see as many tokens share a mask; one of a window is needed without padding, too.

@@ -27,9 +27,11 @@ class ParameterEntry(NamedTuple):
     segments : tuple of str
         Segments that read it, in execution order.
     shape : tuple of int
+        Number of elements in each dimension.
     trainable : bool
+        Whether it is perturbed and updated.
     linear : tuple of (int, int), optional
-        Outputs and inputs, where it is the weight of a linear layer.
+        Numbers of outputs and inputs, where it is the weight of a linear layer.
     """
 
     name: str

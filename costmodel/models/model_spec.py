@@ -98,7 +98,7 @@ class ParamGroup(BaseModel):
     largest_trainable_tensor : int
         Elements of the largest trainable tensor.
     linears, frozen_linears : tuple of (int, int)
-        Outputs and inputs of every linear layer of a block whose weight is in it, by whether that is tuned.
+        Numbers of outputs and inputs of each of its linear layers: of the tuned and of the frozen ones.
     trainable_matrices : tuple of (int, int)
         Rows and columns of those trainable tensors that have two dimensions. Empty in files of earlier versions.
     """
@@ -275,7 +275,7 @@ class ModelSpec(BaseModel):
     buffer_bytes : int
         Bytes that its modules keep besides parameters.
     windows : tuple of int
-        Tokens that each block's attention sees, 0 for all of them; empty where all blocks see all.
+        Number of tokens that each block's attention sees, 0 for all of them; empty where all blocks see all.
     latent : Latents or None
         Where attention goes through latents.
     experts : Experts or None
@@ -288,13 +288,13 @@ class ModelSpec(BaseModel):
     adapter_rank : int
         Rank of the LoRA adapters, closed increments among them, 0 where there are none.
     adapter_shapes : tuple of (int, int)
-        Inputs and outputs of each linear of one block that carries an adapter.
+        Numbers of inputs and outputs of each linear of one block that carries an adapter.
     adapter_lazy_steps : int
-        Steps after which what adapters have learnt is closed as an increment, and compacted with the others; 0 where it never is.
+        Number of steps after which what adapters have learnt is closed as an increment, and compacted with the others; 0 where it never is.
     num_prefix_tokens : int
         Virtual tokens that each block's attention sees before the real ones, 0 where there are none.
     split_blocks : tuple of int
-        Blocks that are two segments, in ascending order.
+        Index of each block that is two segments, in ascending order.
     param_groups : tuple of ParamGroup
         In registration order.
     stored : StoredQuantization or None
@@ -382,7 +382,13 @@ class ModelSpec(BaseModel):
         return self.latent.value_dim if self.latent else self.head_dim
 
     def has_experts(self, block: int) -> bool:
-        """Whether a block is a mixture of experts."""
+        """Whether a block is a mixture of experts.
+
+        Parameters
+        ----------
+        block : int
+            Index of the block, from 0.
+        """
         return self.experts is not None and block not in self.experts.dense_blocks
 
     @property

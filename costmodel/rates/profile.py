@@ -227,6 +227,7 @@ class Constant(BaseModel):
     value, low, high : float
         The number and its interval, in `unit`; ``0 <= low <= value <= high``.
     unit : str
+        Unit of the three, such as ``"bytes/s"``.
     source : str
         Where it comes from.
     """
@@ -268,12 +269,14 @@ class Constant(BaseModel):
         return self.unit.endswith("/s")
 
     def at(self, bound: Bound, scale: float = 1.0) -> float:
-        """Return the end of the interval that makes durations shortest (``low``) or longest (``high``).
+        """Return one end of the interval, or a number on the way there.
 
         Parameters
         ----------
+        bound : {"central", "low", "high"}
+            End that makes durations shortest (``low``) or longest (``high``).
         scale : float
-            How far to go towards that end, on a scale of factors: 0 is the value, 1 the end. Sizes of memory, and what
+            Share of the way towards that end, on a scale of factors: 0 is the value, 1 the end. Sizes of memory, and what
             only several ranks meet, always go the whole way.
         """
         if bound == "central":
@@ -294,19 +297,25 @@ class Profile(BaseModel):
 
     Attributes
     ----------
+    format, version
+        Type of the file and number of its layout.
     device_name : str
+        Product name, as its driver or the operating system gives it.
     device_type : {"cpu", "gpu"}
+        Type of the processor.
     num_threads : int
         Threads that a CPU's kernels use; 1 for a GPU, whose kernels one host thread launches.
     num_cores : int
         Cores of the host that its threads and copy threads share.
     origin : {"datasheet", "calibrated"}
+        Whether rates come from data sheets, or from measurements of `zosim calibrate`.
     interval_scale : float
         How much of their intervals the constants leave at once in the low and the high end of a prediction. They do not all
         lie at one end together; calibration finds the part that would have held its whole steps 90 times in 100.
     disturbed_share : float
         Share of the operations or of the whole steps of the calibration, whichever is larger, that other processes disturbed.
     constants : tuple of Constant
+        Rates, latencies and sizes, each with its interval.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -354,7 +363,13 @@ class Profile(BaseModel):
         return {bound: {c.name: c.at(bound, self.interval_scale) for c in self.constants} for bound in bounds}
 
     def values(self, bound: Bound = "central") -> Mapping[str, float]:
-        """Return every constant's value by name, at one end of its interval."""
+        """Return every constant's value by name, at one end of its interval.
+
+        Parameters
+        ----------
+        bound : {"central", "low", "high"}
+            End of the intervals; the values themselves if ``central``.
+        """
         return self._values[bound]
 
     def constant(self, name: str) -> Constant:
@@ -372,13 +387,26 @@ class Profile(BaseModel):
             raise ProfileError(message, hint="constants are " + ", ".join(self._by_name)) from None
 
     def with_constants(self, *constants: Constant, origin: Literal["datasheet", "calibrated"]) -> Profile:
-        """Return a profile in which `constants` replace those of the same names, or are added."""
+        """Return a profile in which `constants` replace those of the same names, or are added.
+
+        Parameters
+        ----------
+        *constants : Constant
+            New constants.
+        origin : {"datasheet", "calibrated"}
+            Origin of the new profile.
+        """
         merged = self._by_name | {constant.name: constant for constant in constants}
         # Not model_copy, which would take the cached values along.
         return Profile(**{**dict(self), "constants": tuple(merged.values()), "origin": origin})
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, with a digest that :func:`load_profile` checks.
+
+        Parameters
+        ----------
+        path : str or Path
+            File to write.
 
         Raises
         ------
@@ -389,6 +417,13 @@ class Profile(BaseModel):
 
     def check_device(self, *, device_name: str, device_type: DeviceType) -> None:
         """Refuse a profile of another device.
+
+        Parameters
+        ----------
+        device_name : str
+            Product name of the device at hand.
+        device_type : {"cpu", "gpu"}
+            Type of that device.
 
         Raises
         ------
@@ -404,7 +439,12 @@ class Profile(BaseModel):
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Return the profile in a file that :meth:`Profile.save` wrote.
+    """Return the profile that a file holds.
+
+    Parameters
+    ----------
+    path : str or Path
+        JSON file, from `zosim calibrate -o` or :meth:`Profile.save`.
 
     Raises
     ------

@@ -29,10 +29,12 @@ def spec_of_model(
 
     Parameters
     ----------
+    model : torch.nn.Module or SegmentedModel
+        A model of transformers, with or without weights.
     name : str, optional
         By default the directory or name that it was loaded from.
     split_blocks : tuple of int
-        Blocks of a model that become two segments; those of a SegmentedModel are its own.
+        Index of each block of a model that becomes two segments; those of a SegmentedModel are its own.
 
     Returns
     -------

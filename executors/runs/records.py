@@ -31,10 +31,12 @@ class StepRecord:
 
     Attributes
     ----------
+    step : int
+        Number of the step, from 0.
     seeds, losses_plus, losses_minus, projected_gradients : tuple
         One element per perturbation; `losses_minus` is of a central difference, else None.
     loss_base : float or None
-        Loss at the unperturbed weights, for a forward difference.
+        Loss at the unperturbed weights (a mean over tokens, in nats), for a forward difference.
     learning_rate : float
         The one that this step's projected gradients are applied with.
     seconds : float

@@ -93,6 +93,7 @@ class Session:
     Parameters
     ----------
     plan : Plan
+        Plan to run.
     model : torch.nn.Module
         A transformers causal language model. Its parameters move into the plan's buffers; use it through the
         session until :meth:`close`.
@@ -101,6 +102,7 @@ class Session:
     learning_rate : float or callable
         A rate, or a function from the step's number to its rate.
     weight_decay : float
+        Factor of the decay per step, times the learning rate.
     seed : int
         Determines the seed of every step and perturbation.
     device : str
@@ -108,13 +110,13 @@ class Session:
     loss_dtype : str
         ``"model"``, or ``"fp64"`` to compute the loss in float64 from the model's logits.
     rank : int
-        Under which spans are reported.
+        Index of this rank, under which spans are reported.
     num_timed_steps : int
-        Steps whose spans are kept.
+        Number of steps whose spans are kept.
     num_sampling_threads : int
-        Threads for one ``counter`` draw on a CPU.
+        Number of threads for one ``counter`` sampling on a CPU.
     num_micro_batches : int
-        Parts that each batch is forwarded in; their losses are accumulated over labels.
+        Number of parts that each batch is forwarded in; their losses are accumulated over labels.
     base_digest : str, optional
         Hash of the base weights for the header, where `model` holds later ones; by default `model`'s own.
     objective : callable or TextObjective, optional
@@ -269,9 +271,9 @@ class Session:
             ``input_ids``, ``attention_mask`` and ``labels`` of shape (sequences, tokens), on the CPU: the sequences of all
             ranks, of which each takes its own.
         seeds : tuple of int, optional
-            One per perturbation; by default those that the session's seed determines.
+            Number that starts the generator, one per perturbation; by default those that the session's seed determines.
         learning_rate : float, optional
-            By default what the session was given.
+            Learning rate of this step; by default the session's.
 
         Raises
         ------
@@ -287,7 +289,12 @@ class Session:
     ) -> BegunStep:
         """Issue one step; its record can be read once the next has been begun, so that a device need not wait for the host.
 
-        Takes what :meth:`step` takes. Records have to be read in the order of their steps.
+        Records have to be read in the order of their steps.
+
+        Parameters
+        ----------
+        batch, seeds, learning_rate
+            As for :meth:`step`.
         """
         check_batch(batch, self.plan.model.max_positions)
         number = self.num_steps
@@ -367,6 +374,7 @@ class Session:
         Parameters
         ----------
         step : int
+            Number of steps that the weights have behind them.
         seeds_of : callable, optional
             From the number of an earlier step to the seeds that it had; by default those that the session's seed determines.
         losses : tuple of float
@@ -423,7 +431,15 @@ class Session:
         self.interpreter.flush()
 
     def on_rank_0(self, action: Callable[[], None], what: str) -> None:
-        """Flush, and run an action on rank 0, which holds the whole model, while the others wait."""
+        """Flush, and run an action on rank 0, which holds the whole model, while the others wait.
+
+        Parameters
+        ----------
+        action : callable
+            What rank 0 runs.
+        what : str
+            Name of the action in messages.
+        """
         self.flush()
         if self.communicator is None:
             action()

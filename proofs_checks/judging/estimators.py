@@ -53,7 +53,7 @@ class Declared:
     ----------
     distribution : {"normal", "signs", "sphere", "any"}
     num_perturbations : int
-        Independent perturbations that it averages over.
+        Number of independent perturbations that it averages over.
     order : float
         Order of its bias in ε, at least: 2 for differences along perturbations that are as likely as their opposites.
     is_linear : bool
@@ -97,20 +97,21 @@ def judge_estimator(
         ``estimator(loss, theta, epsilon, seed)`` returns an estimate of shape (d,). `loss` takes parameters in float64, and may be
         called as often as is liked.
     name : str
-        For the report.
+        Name in the report.
     distribution : {"normal", "signs", "sphere", "any"}
-        Of its perturbations, by which the smoothed gradient and the second moment are known. With ``"any"`` neither is compared.
+        Distribution of its perturbations, by which the smoothed gradient and the second moment are known. With ``"any"`` neither is compared.
     num_perturbations : int
-        Independent perturbations that it averages over.
+        Number of independent perturbations that it averages over.
     order : float
-        Of its bias in ε, at least.
+        Smallest exponent of ε in its bias: 2 for an error that grows as ε², a number above 0.
     is_linear : bool
         Whether estimates of losses add up; not so where an estimate takes signs or clips.
     dimension : int
         Number of parameters, 2 to 16.
     num_samples : int
-        Estimates of each comparison; seeds are `seed`, `seed + 1` and so on.
+        Number of estimates per comparison; seeds are `seed`, `seed + 1` and so on.
     seed : int
+        First seed.
 
     Returns
     -------

@@ -25,6 +25,7 @@ class JudgedProperty:
     Attributes
     ----------
     name : str
+        Name of the property.
     verdict : str
         ``holds``, ``fails``; ``not resolved`` where random samples would not show an error of :data:`~proofs_checks.outcomes.COARSEST`; ``not applicable``
         where nothing was stated that could be compared.
@@ -54,7 +55,9 @@ class Judgement:
     Attributes
     ----------
     judged : str
+        Name of the function.
     findings : tuple of JudgedProperty
+        What was found of each property.
     """
 
     judged: str

@@ -52,17 +52,17 @@ def judge_quantizer(
     quantizer : callable
         ``quantizer(numbers, seed)`` returns what the grid values of `numbers` stand for; numbers have shape (256,), in float32.
     name : str
-        For the report.
+        Name in the report.
     rounding : {"stochastic", "nearest"}
         Whether a number is rounded at random, right on average, or to the nearest number of the grid.
     group_size : int, optional
-        Neighbouring numbers that share a scale, a divisor of 256; by default all.
+        Number of neighbours that share a scale, a divisor of 256; by default all.
     largest : float
-        Largest magnitude that may come out, over the largest that went in: more than 1 for grids whose scales are powers of two.
+        Largest ratio of a magnitude that comes out to the largest that went in: more than 1 for grids whose scales are powers of two.
     num_samples : int
-        Seeds, of a quantizer that rounds at random.
+        Number of seeds to try, if the quantizer rounds at random.
     seed : int
-        The first.
+        First seed.
 
     Returns
     -------

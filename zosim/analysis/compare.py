@@ -94,14 +94,19 @@ class Comparison:
     Attributes
     ----------
     program : str
+        Name of the program.
     rank : int
+        Rank that is compared.
     num_steps : int
-        Steady steps measured.
+        Number of periodic steps measured.
     predicted_step_s, measured_step_s : float
+        Seconds per step: medians over the periodic steps.
     predicted_bottleneck, measured_bottleneck : str
+        What limits the step, in words.
     labels, instructions : tuple of ComparedLine
         Largest contribution to the step's error first.
     memory : tuple of MemoryLine
+        Peak memory of each space.
     planned_tokens, measured_tokens : float, optional
         Tokens per step: those that the plan allows, and those that batches had, without padding.
     at_slowdown : AtSlowdown, optional

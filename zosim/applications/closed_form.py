@@ -34,6 +34,7 @@ def step_time_bound(program: Program, machine: Machine, bound: Bound = "central"
     program : Program
         If it is of several ranks, the others are taken to be in step with this one.
     machine : Machine
+        Hardware of the rank.
     bound : {"central", "low", "high"}
         Which end of the profile's intervals.
 

@@ -91,6 +91,17 @@ def save_trace(
 ) -> None:
     """Write :func:`chrome_trace` as JSON, compressed if the name ends in ``.gz``.
 
+    Parameters
+    ----------
+    timeline : Timeline
+        What to write.
+    path : str or Path
+        File; ``.json`` or ``.json.gz``.
+    program : Program, optional
+        Program of the timeline; without it there are no arrows.
+    rank : int, optional
+        Rank to write; all ranks unless given.
+
     Raises
     ------
     TimelineError

@@ -300,7 +300,16 @@ class Machine:
         return replace(self, capacities=MappingProxyType(capacities))
 
     def spilled(self, topology: Topology, device: str, share: float) -> Machine:
-        """Return the machine of a rank of whose bytes on the host a share lies in another NUMA domain: the one reached best.
+        """Return the machine of a rank with part of its host memory in another NUMA domain: the one reached best.
+
+        Parameters
+        ----------
+        topology : Topology
+            The machine as a whole.
+        device : str
+            Id of the rank's device.
+        share : float
+            Share of the rank's bytes on the host that lie in the other domain, 0 to 1.
 
         Raises
         ------
@@ -414,6 +423,7 @@ class Machine:
         program : Program
             Where the instruction's buffers are declared.
         instruction : Instruction
+            Instruction of `program`.
         bound : {"central", "low", "high"}
             Which end of the profile's intervals.
 
@@ -441,13 +451,26 @@ class Machine:
         """Return the direction of a copy's bytes: by where it writes, or by its stream if it writes nothing.
 
         Of copies between a drive and its host, reads are to the host and writes from it.
+
+        Parameters
+        ----------
+        program : Program
+            Where the instruction's buffers are declared.
+        instruction : Instruction
+            A copy.
         """
         if instruction.writes:
             return "d2h" if program.buffer(instruction.writes[0].buffer).space == Space.HOST else "h2d"
         return "d2h" if instruction.stream == Stream.D2H else "h2d"
 
     def step_s(self, bound: Bound = "central") -> float:
-        """Seconds of the host's own between two steps, before the next step's first computation."""
+        """Return the host's own seconds between two steps, before the next step's first computation.
+
+        Parameters
+        ----------
+        bound : {"central", "low", "high"}
+            End of the intervals of the profile's constants; the values themselves if ``central``.
+        """
         return self.profile.values(bound)["step_s"]
 
     def _flow(self, cost: OperationCost, size_bytes: int, direction: CopyDirection, bound: Bound) -> Activity:

@@ -163,6 +163,7 @@ class Decision:
     Attributes
     ----------
     chosen : Candidate
+        The fastest plan that fits.
     others : tuple of Candidate
         That fit and were bounded, best first; those beyond the second may never have been simulated.
     rejected : tuple of Candidate
@@ -170,6 +171,7 @@ class Decision:
     printed_split_points : tuple of str
         Where SparQ's own rule would split for as many stages, if densities are known.
     guarantee : Guarantee
+        How much faster any plan that was not simulated could be.
     request : Request
         With notes of what it left open and was filled in before the search, such as the format of the weights.
     """

@@ -115,7 +115,9 @@ class PlannedRun:
     Attributes
     ----------
     plan : Plan
+        Plan to predict.
     topology : Topology
+        Machine that has the plan's devices.
     profile : Profile
         What operations cost on the first rank's device.
     edited : ProgramSet, optional
@@ -235,7 +237,13 @@ class PlannedRun:
         return World.of(self.programs, self.machines)
 
     def bounding_step_s(self, bound: Bound) -> float:
-        """Return the seconds per step with every constant of the profiles, and memory that is assumed, at one end of its interval."""
+        """Return the seconds per step with every constant, and every assumed memory bandwidth, at one end of its interval.
+
+        Parameters
+        ----------
+        bound : {"central", "low", "high"}
+            End of the intervals of the profile's constants; the values themselves if ``central``.
+        """
         # Memory that nobody has measured is part of what is uncertain.
         slower, faster = ASSUMED_MEMORY
         topology = self.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[bound])
@@ -259,7 +267,12 @@ class PlannedRun:
         return simulate_world(world, num_steps=num_steps)
 
     def on(self, topology: Topology) -> PlannedRun:
-        """Return the same plan and programs on the machine with other figures.
+        """Return the same plan and programs on a changed machine.
+
+        Parameters
+        ----------
+        topology : Topology
+            The machine with changed figures.
 
         Raises
         ------
@@ -275,9 +288,14 @@ class PlannedRun:
         return changed
 
     def at_slowdown_of(self, measured: Timeline) -> AtSlowdown | None:
-        """Return the step at the pace at which the machine was found before a run.
+        """Return the step at the clock rate that the machine had before a run.
 
         None where the run or the profile does not know a pace, and where devices are unlike: one of them was looked at.
+
+        Parameters
+        ----------
+        measured : Timeline
+            Timeline of the run, which has the pace of the machine before it.
         """
         reference_s = measured.reference_s
         if reference_s is None or "reference_s" not in self.profile.values():

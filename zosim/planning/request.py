@@ -127,6 +127,7 @@ class Request:
     config : PlanConfig
         With its model.
     hardware : Hardware
+        Machine, device and profile to plan for.
     split_options : SplitOptions
         Where a mesh of several stages may split the model, and with which codecs.
     notes : tuple of str
@@ -140,7 +141,19 @@ class Request:
 
     @classmethod
     def of(cls, config: PlanConfig, hardware: Hardware, split_options: SplitOptions) -> Request:
-        """Return a request whose weights have the checkpoint's format where the config sets none and the device has units for it."""
+        """Return a request, with the format of the weights filled in where the config sets none.
+
+        The format is the checkpoint's, if the device has units for it.
+
+        Parameters
+        ----------
+        config : PlanConfig
+            With its model.
+        hardware : Hardware
+            Machine, device and profile to plan for.
+        split_options : SplitOptions
+            Where a mesh of several stages may split the model.
+        """
         if config.weights.given("dtype") is not None:
             return cls(config, hardware, split_options)
         device = hardware.topology.device_spec(hardware.device)
@@ -201,7 +214,12 @@ class Request:
         )
 
     def axis(self, kind: type[AnyAxis]) -> AnyAxis:
-        """Return an axis with the fields that are set, and defaults.
+        """Return an axis with the fields that are set, and defaults for the others.
+
+        Parameters
+        ----------
+        kind : type
+            Class of the axis, such as :class:`~zosim.plans.Residency`.
 
         Raises
         ------
@@ -261,7 +279,13 @@ class Request:
         return sum(disk.memory_bytes for disk in disks) if is_known else inf
 
     def about_host_memory(self, devices: tuple[str, ...]) -> str:
-        """Return what the limit of a host's memory is made of, in words: its NUMA domains, and whether they are assumed."""
+        """Return what the limit of a host's memory is made of, in words: its NUMA domains, and whether they are assumed.
+
+        Parameters
+        ----------
+        devices : tuple of str
+            Ids of the devices of the plan.
+        """
         topology, memories = self.hardware.topology, self.host_memories(devices)
         if self.config.search.max_host_bytes == self.host_limit_bytes(devices):
             return "--max-host-memory"

@@ -79,11 +79,16 @@ class Plan(Axis, Document):
 
     Attributes
     ----------
+    version : int
+        Version of the file's layout.
     model : ModelSpec
+        Model to tune.
     batch : int
-        Sequences per step over all ranks.
+        Number of sequences per step over all ranks.
     seq : int
-        Tokens per sequence, padding included.
+        Number of tokens per sequence, padding included.
+    mesh, placement, split, estimator, residency, schedule, weights, low_bits, perturbations, forward : Axis
+        The axes; each class describes its fields.
     """
 
     document: ClassVar = DocumentType(
@@ -311,7 +316,20 @@ class Plan(Axis, Document):
 
     @classmethod
     def from_data(cls, data: dict[str, Any], where: str) -> Plan:
-        """Return the plan that an object of JSON describes; one that contradicts itself is refused."""
+        """Return the plan that a JSON object describes.
+
+        Parameters
+        ----------
+        data : dict
+            Content of the JSON file.
+        where : str
+            Name of the source in messages.
+
+        Raises
+        ------
+        ZosimError
+            If a field is missing or wrong, or fields contradict each other.
+        """
         with readable(f"plan {where}", PlanError):
             return cls.model_validate(data)
 

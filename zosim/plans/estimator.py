@@ -65,12 +65,12 @@ class Estimator(Axis):
     ] = 1e-3
 
     def summary(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
-        """Yield that a perturbation has one point."""
+        """Yield that a perturbation of `plan` has one evaluation point."""
         if self.difference == "residual":
             yield "one point a perturbation"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what would take minutes to lower: more forwards of segments than a step's programs can be ordered with."""
+        """Yield an error if `plan` has more forwards of segments than its programs can be ordered with in minutes."""
         num_forwards = plan.mesh.most_eval_points(self.num_eval_points) * -(
             -len(plan.model.segments) // plan.mesh.stage
         )

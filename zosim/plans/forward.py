@@ -31,7 +31,7 @@ class ForwardPass(Axis):
     attention : str
         Implementation of attention.
     loss_chunk_tokens : int or None
-        Tokens whose logits are alive at once; None for all.
+        Number of tokens whose logits are alive at once; None for all.
     num_new_tokens : int or None
         Tokens that every sequence is continued by at each point, the most probable ones, for a reward of that text to be
         minimised in place of the loss. None for the loss of the sequences themselves.
@@ -104,7 +104,7 @@ class ForwardPass(Axis):
         return any((self.num_labels, self.num_tokens, self.num_shared, self.num_answers, self.num_attended))
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield how the loss is taken, where it is not that of all tokens at once."""
+        """Yield how `plan` takes the loss, unless over all tokens at once."""
         del plan
         if self.loss_chunk_tokens:
             yield f"loss in chunks of {self.loss_chunk_tokens}"
@@ -112,7 +112,7 @@ class ForwardPass(Axis):
             yield f"a reward of {self.num_new_tokens} new tokens"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what the products cannot read."""
+        """Yield what the products of `plan` cannot read."""
         if plan.compute_dtype == "tf32" and plan.weights.dtype != "float32":
             yield (
                 f"forward.compute_dtype=tf32 needs float32 weights, but weights.dtype={plan.weights.dtype}",

@@ -46,12 +46,12 @@ class Mesh(Axis):
     Attributes
     ----------
     data : int
-        Shards of the batch. All see the same perturbations; what they exchange are losses (DistZO2's DDP).
+        Number of shards of the batch. All see the same perturbations, and exchange losses (DistZO2's DDP).
     perturb : int
-        Parts of a step's evaluation points: with 2 the two signs of one perturbation (DistZO2's PertP), with more the
-        perturbations too.
+        Number of parts of a step's evaluation points: 2 for the two signs of one perturbation (DistZO2's PertP), more to
+        divide the perturbations, too.
     stage : int
-        Parts of the model, one after the other: see :class:`~zosim.plans.Split`. Neighbouring ranks are neighbouring stages.
+        Number of stages of the model, one after the other: see :class:`~zosim.plans.Split`. Neighbouring ranks are neighbouring stages.
     inner : str
         Of the other two axes, the one along which neighbours differ. Only where ranks are joined by unlike links does
         it matter.
@@ -103,7 +103,7 @@ class Mesh(Axis):
         return cls.model_validate(dict.fromkeys(known, 1) | sizes | {"inner": inner})
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield the axes of more than one rank."""
+        """Yield the mesh axes of `plan` that have more than one rank."""
         del plan
         if self.world_size > 1:
             yield self.describe()
@@ -160,7 +160,7 @@ class Mesh(Axis):
         return ",".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what the mesh has no devices, sequences, points or split points for."""
+        """Yield what `plan` has too few of for the mesh: devices, sequences, evaluation points or split points."""
         if self.world_size != plan.placement.world_size:
             yield (
                 f"a mesh of data={self.data}, perturb={self.perturb}, stage={self.stage} needs {self.world_size} ranks, not "

@@ -126,7 +126,7 @@ class Perturbations(Axis):
         return data | {name: value for name, value in usual.items() if data.get(name) is None}
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what factors there are none of, and what the released LoZO loop cannot be run with."""
+        """Yield what in `plan` has no factors, and what the released LoZO loop cannot run with."""
         distribution = self.family
         if distribution.is_factored and plan.low_bits.quantizes_weights:
             yield (
@@ -162,7 +162,7 @@ class Perturbations(Axis):
         return (self.rng, self.order) == ("mezo", "execution")
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield of which rank perturbations are, and how they are drawn, where it is not when they are needed."""
+        """Yield the rank of the perturbations of `plan`, and when they are sampled, where that is not the default."""
         if self.rank is not None:
             lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""
             yield f"{self.distribution} perturbations of rank {self.rank}{lazily}"

@@ -32,7 +32,7 @@ class Placement(Axis):
     hosts: Annotated[tuple[str, ...], Setting(help="Set by the topology.")] = ()
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield on how many hosts several ranks are, and whether they are other devices than the first ones."""
+        """Yield the number of hosts of `plan`, and its devices if they are not the first ones."""
         del plan
         if self.world_size == 1:
             return

@@ -121,7 +121,7 @@ class Residency(Axis):
     ] = None
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield how offloaded blocks move."""
+        """Yield how the offloaded blocks of `plan` move."""
         if self.blocks == "resident":
             return
         if self.num_disk_blocks is not None:
@@ -139,7 +139,7 @@ class Residency(Axis):
             yield f"{plan.transfer_dtype} transfers (lossy)"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what does not move, or not so."""
+        """Yield which blocks of `plan` cannot move, or not this way."""
         yield from self._conflicts_of_disks(plan)
         if self.embedding_and_head == "offloaded" and self.blocks == "resident":
             yield (
@@ -163,7 +163,14 @@ class Residency(Axis):
             yield from self._conflicts_of_shares(plan)
 
     def on_disk(self, block: int, num_blocks: int) -> int | None:
-        """Return the number of a block among those on a drive, of a model with so many blocks; None where it is not on one.
+        """Return the index of a block among those on a drive; None if it is not on one.
+
+        Parameters
+        ----------
+        block : int
+            Index of the block, from 0.
+        num_blocks : int
+            Number of blocks of the model.
 
         Examples
         --------

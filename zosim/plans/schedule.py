@@ -50,12 +50,12 @@ class Schedule(Axis):
     ] = "immediate"
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield the traversal, which of offloaded blocks goes without saying."""
+        """Yield the traversal of `plan`; that of offloaded blocks goes without saying."""
         if plan.residency.blocks == "resident":
             yield "full pass" if self.traversal == "full" else self.traversal
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what the traversal cannot do."""
+        """Yield what in `plan` contradicts the traversal."""
         if plan.is_offloaded and self.traversal == "full":
             yield (
                 f"schedule.traversal=full needs all blocks on the device, but residency.blocks={plan.residency.blocks}",

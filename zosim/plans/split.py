@@ -97,7 +97,7 @@ class Split(Axis):
     ] = ()
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield the split points, and their codecs."""
+        """Yield the split points of `plan`, and their codecs."""
         del plan
         if self.split_points:
             yield f"split at {' and '.join(self.split_points)}"
@@ -136,7 +136,7 @@ class Split(Axis):
         )
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what the model has no such split points for, and what is known of too few of them."""
+        """Yield the split points that the model of `plan` does not have, and densities that are missing."""
         segments = plan.model.segments
         unknown = [
             split_point

@@ -64,14 +64,14 @@ class Weights(Axis):
     ] = "serial"
 
     def summary(self, plan: Plan) -> Iterator[str]:
-        """Yield how weights come to a point, where it is not in place."""
+        """Yield how weights of `plan` are perturbed, unless in place."""
         if self.perturbation == "copies":
             yield "copies written ahead" if plan.perturbations.sampled_ahead else "copies of weights"
         elif self.perturbation == "adapters":
             yield "all points in one forward, perturbations as adapters"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
-        """Yield what cannot be an adapter beside a linear layer, and what a forward of all points does not do."""
+        """Yield what in `plan` cannot be perturbed by adapters, or batched in one forward."""
         if self.perturbation != "adapters":
             return
         if plan.model.tunes_left_factors:

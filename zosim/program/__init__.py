@@ -78,15 +78,19 @@ class Program(Document):
     name : str
         For messages.
     buffers : tuple of Buffer
+        Memory of the rank, by name.
     initial : tuple of Access
         What the buffers hold when the first step begins.
     final : tuple of Access
         What they must hold after the flush, in the frame of the step that would come next.
     prologue, step, flush : tuple of Instruction
+        What runs once before the first step, in every step, and once after the last.
     process_groups : mapping of str to int
         Members of each group that the rank is one of.
     alignment_bytes : int
         Parameters and perturbations, and each tensor of them, start at multiples of this in their buffers.
+    version : int
+        Version of the file's layout.
     """
 
     name: str
@@ -143,7 +147,15 @@ class Program(Document):
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any], where: str) -> Program:
-        """Return the program that :meth:`to_data` made."""
+        """Return the program that :meth:`to_data` made.
+
+        Parameters
+        ----------
+        data : dict
+            Content of the JSON file.
+        where : str
+            Name of the source in messages.
+        """
         with readable(f"program {where}", ProgramError):
             upgraded = _upgraded(data) if data.get("version") == 1 else dict(data)
             return _ADAPTER.validate_python(with_present_names(upgraded, RENAMED))

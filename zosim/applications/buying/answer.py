@@ -229,7 +229,7 @@ def buy(
     model : str
         A shipped size such as ``"opt-66b"``, a model directory, a config.json, or a saved ModelSpec.
     steps : int, optional
-        Steps of the job; 10,000 if neither these nor examples are given.
+        Number of steps of the job; 10,000 if neither these nor examples are given.
     examples, epochs : int, float
         Sequences to see, and how often, instead of `steps`.
     machines : str or sequence of str, optional
@@ -245,10 +245,11 @@ def buy(
     pay : {"rent", "own", "on-demand", "reserved", "spot"}, optional
         The only way in which machines may be paid for.
     by : {"money", "hours", "energy"}
+        Quantity to rank by.
     explain : int
-        Offers to say of what would change them.
+        Number of offers to explain: which changes would make them the best.
     simulate : int
-        Offers to simulate, from the first on; the others are closed form.
+        Number of offers to simulate, from the first; the others come from a closed form.
     **settings
         Of the plans: ``batch``, ``seq``, ``dtype``, ``method`` and ``allow_lossy``, as of `zosim plan`.
 
@@ -257,6 +258,10 @@ def buy(
     ZosimError
         If a machine, model or price table cannot be read, a budget is no sum of money, a deadline no time, or something else is none of
         what it may be.
+
+    Examples
+    --------
+    >>> buy("opt-66b", steps=10_000, budget="500 USD", machines="h200-1x,a100-80gb-milan")  # doctest: +SKIP
     """
     _one_of("by", by, get_args(RankBy))
     _one_of("pay", pay, (None, *get_args(Payment), *get_args(Term)))

@@ -263,6 +263,6 @@ def choose_order(
     decision : Decision
         From :func:`zosim.api.plan`.
     zeroth_order_steps, first_order_steps : int, optional
-        Steps to the same target, with which both are compared by time and money.
+        Numbers of steps to the same target, with which both are compared by time and money.
     """
     return OrderChoice(decision.chosen.planned, shipped_prices(), zeroth_order_steps, first_order_steps)

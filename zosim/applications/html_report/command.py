@@ -33,6 +33,7 @@ def write_report(
     *sources : Decision, PlannedRun, Plan or path
         Plans, their files, and directories of runs; later ones are held against the first.
     output : path
+        HTML file to write.
     hardware, profile, threads
         As for :func:`zosim.simulate`.
     sections : sequence of Report

@@ -176,7 +176,7 @@ def sweep(
     output : path, optional
         The SQLite file; by default that of `file` with the suffix ``.sqlite``.
     workers : int, optional
-        Processes, or how many tasks `executor` works on at once; by default as many as there are cores.
+        Number of processes, or of tasks that `executor` works on at once; by default the number of cores.
     shard : str
         ``"2/8"``: the second of eight parts, which other machines may do at the same time, each with an output of its own.
     merge : sequence of path
@@ -194,6 +194,10 @@ def sweep(
     ------
     ZosimError
         If the file has a row that is no configuration, the database is something else or in use, or results clash.
+
+    Examples
+    --------
+    >>> sweep("configurations.csv", table="results.csv")  # doctest: +SKIP
     """
     file = Path(file)
     output = file.with_suffix(".sqlite") if output is None else Path(output)

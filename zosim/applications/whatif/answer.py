@@ -221,12 +221,15 @@ def whatif(
     Parameters
     ----------
     plan : Plan, Decision or path
+        Plan, or a file of `zosim plan -o`.
     changes : sequence of str
-        Such as ``"gpu2.speed=0.5"``, ``"pcie.bandwidth=0.5x"`` or ``"nvlink.latency=10us"`` (:func:`topology.changes.changed`).
+        Changed figures, such as ``"gpu2.speed=0.5"``, ``"pcie.bandwidth=0.5x"`` or ``"nvlink.latency=10us"`` (:func:`topology.changes.changed`).
     drop : sequence of str
         Nodes and links that are lost, such as ``"gpu3"``.
-    hardware, profile, threads
+    hardware, profile : str or path, optional
         As for :func:`zosim.simulate`.
+    threads : int, optional
+        Number of threads, as for :func:`zosim.simulate`.
     derive : {"type", "each", "none"}
         Figures to derive by: of links and devices of one type together, of each, or none.
     **limits
@@ -240,6 +243,10 @@ def whatif(
     Notes
     -----
     The new plan computes the same: all that the planner does not choose is as in the old one. It has at most as many ranks.
+
+    Examples
+    --------
+    >>> whatif("plan.json", changes=["pcie.bandwidth=0.5x"], drop=["gpu3"])  # doctest: +SKIP
     """
     before = api.simulate(plan, hardware, profile=profile, threads=threads)
     topology = changed(before.topology, changes, drop)
