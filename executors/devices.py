@@ -147,13 +147,13 @@ def staged_on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
     aligned = [-(-size // _STAGING_ALIGNMENT_BYTES) * _STAGING_ALIGNMENT_BYTES for size in sizes]
     *begins, total = accumulate(aligned, initial=0)
     staged = torch.empty(total, dtype=torch.uint8, pin_memory=True)
-    places = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
-    for place, tensor in zip(places, tensors, strict=True):
-        staged[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    chunks = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+    for chunk, tensor in zip(chunks, tensors, strict=True):
+        staged[chunk].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     there = staged.to(device, non_blocking=True)
     return [
-        there[place].view(tensor.dtype).view(tensor.shape)
-        for place, tensor in zip(places, tensors, strict=True)
+        there[chunk].view(tensor.dtype).view(tensor.shape)
+        for chunk, tensor in zip(chunks, tensors, strict=True)
     ]
 
 

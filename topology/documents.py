@@ -159,11 +159,11 @@ def loads(text: str, *, what: str = "topology") -> Topology:
         "name": document.name,
         "description": document.description,
         "nodes": [
-            _resolve_node(node, devices, _place(what, locate, ("nodes", position, "spec")))
+            _resolve_node(node, devices, _described(what, locate, ("nodes", position, "spec")))
             for position, node in enumerate(document.nodes)
         ],
         "links": [
-            _resolve_link(link, link_types, _place(what, locate, ("links", position, "type")))
+            _resolve_link(link, link_types, _described(what, locate, ("links", position, "type")))
             for position, link in enumerate(document.links)
         ],
         "measured": document.measured,
@@ -172,7 +172,7 @@ def loads(text: str, *, what: str = "topology") -> Topology:
         return Topology.model_validate(resolved)
 
 
-def _place(what: str, locate: Callable[[Location], str | None], location: Location) -> str:
+def _described(what: str, locate: Callable[[Location], str | None], location: Location) -> str:
     where = locate(location)
     return f"{what} ({where})" if where else what
 

@@ -222,8 +222,8 @@ class _Assembly:
             return
         builder.add_node("network0", "network")
         for index in range(instance.adapters):
-            places = self._switches or numas
-            parent = places[index * len(places) // instance.adapters]
+            parents = self._switches or numas
+            parent = parents[index * len(parents) // instance.adapters]
             at = parent if self._switches else builder.add_root(parent)
             adapter = builder.add_next("nic", "nic")
             builder.join(at, adapter, self._of_catalogue("link_types", "pcie4-x16"))

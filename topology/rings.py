@@ -195,7 +195,7 @@ def _cycles(
         yield from ((gpu_ids, (joint,)) for _, joint in neighbours[gpu_ids[0]])
         return
     first = gpu_ids[0]
-    place = {gpu_id: number for number, gpu_id in enumerate(gpu_ids)}
+    index = {gpu_id: number for number, gpu_id in enumerate(gpu_ids)}
     tried = count()
 
     def extend(order: tuple[str, ...], path: tuple[_SharedWire, ...]) -> Iterator[_Cycle]:
@@ -204,7 +204,7 @@ def _cycles(
             raise TopologyError(message, hint="ask for fewer GPUs")
         for other, joint in neighbours[order[-1]]:
             # Of the two directions of a cycle the one that starts with the earlier neighbour is listed.
-            if other == first and len(order) == len(gpu_ids) and place[order[1]] < place[order[-1]]:
+            if other == first and len(order) == len(gpu_ids) and index[order[1]] < index[order[-1]]:
                 yield order, (*path, joint)
             elif other not in order:
                 yield from extend((*order, other), (*path, joint))

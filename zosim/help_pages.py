@@ -63,7 +63,7 @@ def is_expert(parameter: Any) -> bool:
 
 def sections(parameters: Iterable[Any]) -> dict[str, list[Any]]:
     """Return options by their headings, both in the order of a help page."""
-    order = {heading: place for place, heading in enumerate((_OTHERS, *HEADINGS, _HELP))}
+    order = {heading: index for index, heading in enumerate((_OTHERS, *HEADINGS, _HELP))}
     by_heading: dict[str, list[Any]] = {}
     for parameter in parameters:
         by_heading.setdefault(heading_of(parameter), []).append(parameter)

@@ -340,8 +340,8 @@ def with_settings(
         parameters = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
         if like is not None:
             known = [one for one in _parameters(like) if get_origin(one.annotation) is Annotated]
-            place = next((n for n, one in enumerate(parameters) if one.default is not one.empty), None)
-            parameters[place:place] = map(_as_option, known)
+            index = next((n for n, one in enumerate(parameters) if one.default is not one.empty), None)
+            parameters[index:index] = map(_as_option, known)
         known_options = [o for o in (options_of(tree) if tree else ()) if not only or o.name in only]
         parameters += {o.name: _usual(o, usual).parameter for o in known_options}.values()
         if any(option.is_expert for option in known_options):

@@ -208,9 +208,9 @@ class Communicator:
         return latency_us
 
     def _bandwidth(self, way: Way, function: CollectiveName, size_bytes: float) -> float:
-        place = min(self.num_hosts, 3) - 1
+        index = min(self.num_hosts, 3) - 1
         generation, bus, channels = self.generation, self.bandwidth_bytes_per_s / _GB, self._num_channels
-        ll = _LL_GB[generation if self.num_hosts == 1 else "ampere"][place]
+        ll = _LL_GB[generation if self.num_hosts == 1 else "ampere"][index]
         match way:
             case ("ring", "LL"):
                 bus = min(ll, bus * 0.5)
@@ -221,12 +221,12 @@ class Communicator:
             case ("ring", "Simple"):
                 pass
             case ("tree", protocol):
-                bus = min(bus * 0.92, channels * _TREE_GB[generation][place])
+                bus = min(bus * 0.92, channels * _TREE_GB[generation][index])
                 if protocol == "LL":
                     bus = min(bus / 3.8, ll)
                 elif protocol == "LL128":
                     part = 7 / 9 if self.num_hosts == 1 else 120 / 128
-                    bus = min(bus * part, channels * _TREE_LL128_GB[generation][place])
+                    bus = min(bus * part, channels * _TREE_LL128_GB[generation][index])
                 size = int(log2(max(1.0, size_bytes / 64)))
                 parts = _TREE_PARTS[protocol]
                 bus *= parts[size] if size < len(parts) else 1.0

@@ -187,10 +187,10 @@ def dense_bytes(stats: SymbolStatistics) -> int:
 
 def index_bytes(stats: SymbolStatistics) -> int:
     """Return the bytes of kept symbols, their places within their rows, and the number of them in each row."""
-    place, count = index_bits(stats.num_columns)
+    index, count = index_bits(stats.num_columns)
     return (
         packed_bytes(stats.num_kept, stats.bits)
-        + packed_bytes(stats.num_kept, place)
+        + packed_bytes(stats.num_kept, index)
         + packed_bytes(stats.num_rows, count)
     )
 

@@ -102,12 +102,12 @@ class FamilyConfig(BaseModel):
 
     def tensors(self) -> Iterator[ParameterEntry]:
         """Yield the tensors of a model in registration order."""
-        for place, modules in self.row.tensors:
-            if place in (EMBED, HEAD):
-                yield from self._tensors_of(place, "", modules)
+        for path, modules in self.row.tensors:
+            if path in (EMBED, HEAD):
+                yield from self._tensors_of(path, "", modules)
                 continue
             for i in range(self.sizes["num_blocks"]):
-                yield from self._tensors_of(block_segment(i), f"{place}.{i}.", modules, i)
+                yield from self._tensors_of(block_segment(i), f"{path}.{i}.", modules, i)
 
     def _tensors_of(
         self, segment: str, prefix: str, modules: Mapping[str, CodeType], i: int = 0
@@ -314,9 +314,9 @@ def _compiled(family: str) -> _Row:
 
     row = _rows()[family]
     tensors = [
-        (place, expressions({name: text for part in _listed(parts) for name, text in part.items()}))
+        (path, expressions({name: text for part in _listed(parts) for name, text in part.items()}))
         for entry in row["tensors"]
-        for place, parts in entry.items()
+        for path, parts in entry.items()
     ]
     refuses = [(compile(condition, family, "eval"), message) for condition, message in row.get("refuses", [])]
     return _Row(row["traits"], expressions(row["sizes"]), tensors, refuses)

@@ -196,10 +196,10 @@ def _masked_embed_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work
     num_elements = shape.rows * spec.hidden_size
     tokens, types = lookup(trace, num_elements), lookup(trace, num_elements)
     summed = trace.map(tokens, types)
-    places = lookup(trace, num_elements)
-    total = trace.map(summed, places, drop=(summed,))
+    positions = lookup(trace, num_elements)
+    total = trace.map(summed, positions, drop=(summed,))
     hidden = norm(trace, spec, total)
-    trace.free(tokens, types, places, total)
+    trace.free(tokens, types, positions, total)
     return trace.work(output_bytes=hidden.size_bytes)
 
 
@@ -368,7 +368,7 @@ def _mlp(trace: KernelTrace, spec: ModelSpec, shape: Pass, normed: TracedBuffer)
 _NUM_ROUTING_KERNELS = 13
 """Kernels that choose experts and put visits in order, on a few numbers a token each."""
 _ORDER_BYTES = 48
-"""Of a visit's expert, its weight, and its place in the order of experts and in that of tokens."""
+"""Of a visit's expert, its weight, and its position in the order of experts and in that of tokens."""
 
 
 def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, shared: TracedBuffer | None) -> TracedBuffer:

@@ -344,8 +344,8 @@ def _main(store: str, world_size: int, rank: int) -> None:
     cores = cores_together(gather, rank, world_size, in_turn=True)
     own, whole = (torch.zeros(num * _MESSAGE_BYTES, dtype=torch.uint8) for num in (1, 2))
     # One that is left over computes, and has nobody to tell.
-    first, place = rank - rank % 2, rank % 2
-    pair = None if first + 1 == world_size else loopback_pair(Path(f"{store}-{first}"), place)
+    first, position = rank - rank % 2, rank % 2
+    pair = None if first + 1 == world_size else loopback_pair(Path(f"{store}-{first}"), position)
 
     def message() -> None:
         if pair is not None:

@@ -142,12 +142,15 @@ def _attentions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 def _param_passes(device: torch.device, dtype: str) -> Iterator[Probe]:
     param_pass = ParamPass()
-    for place, size_bytes in (("in memory", MEMORY_BYTES[device_type_of(device)] // 16), _places(device)[1]):
+    for location, size_bytes in (
+        ("in memory", MEMORY_BYTES[device_type_of(device)] // 16),
+        _locations(device)[1],
+    ):
         num = size_bytes // TORCH_DTYPES[dtype].itemsize
         z = random_tensor(device, dtype, num)
         # A block's parameters come from memory, its perturbation has just been drawn.
         thetas = [random_tensor(device, dtype, num)]
-        if place == "in memory":
+        if location == "in memory":
             thetas = cold_copies(lambda num=num: random_tensor(device, dtype, num), device)  # type: ignore[misc]
         turns = cycle(thetas)
 
@@ -161,9 +164,9 @@ def _param_passes(device: torch.device, dtype: str) -> Iterator[Probe]:
             param_pass.update(next(turns), z, gradient=next(signs), learning_rate=1e-3, weight_decay=None)
 
         work = perturb_work(num, dtype=format_named(dtype))
-        yield Probe(f"perturb {place} {dtype}", work, perturb)
+        yield Probe(f"perturb {location} {dtype}", work, perturb)
         work = update_work(num, dtype=format_named(dtype), arithmetic="pieces")
-        yield Probe(f"update {place} {dtype}", work, update)
+        yield Probe(f"update {location} {dtype}", work, update)
 
 
 def _factorisations(device: torch.device) -> Iterator[Probe]:
@@ -187,7 +190,7 @@ def _exponentials(device: torch.device) -> Iterator[Probe]:
 
 
 def _elementwise(device: torch.device) -> Iterator[Probe]:
-    for place, size_bytes in _places(device):
+    for location, size_bytes in _locations(device):
         x, out = (
             random_tensor(device, "float32", size_bytes // 4),
             random_tensor(device, "float32", size_bytes // 4),
@@ -198,7 +201,7 @@ def _elementwise(device: torch.device) -> Iterator[Probe]:
 
         shared = int(x.numel() >= SHARED_ELEMENTS)
         work = Work(elementwise_bytes=2 * size_bytes, num_kernels=1, num_shared_kernels=shared)
-        yield Probe(f"elementwise {place}", work, run)
+        yield Probe(f"elementwise {location}", work, run)
 
 
 def _dispatch(device: torch.device) -> Iterator[Probe]:
@@ -277,7 +280,7 @@ def _allocations(device: torch.device) -> Iterator[Probe]:
         yield Probe(f"allocate {size_bytes} bytes", allocation_work(size_bytes), run)
 
 
-def _places(device: torch.device) -> tuple[tuple[str, int], ...]:
+def _locations(device: torch.device) -> tuple[tuple[str, int], ...]:
     return ("in memory", MEMORY_BYTES[device_type_of(device)]), (
         "in cache",
         CACHE_BYTES[device_type_of(device)],

@@ -70,19 +70,19 @@ class Symbols:
         return SymbolStatistics(len(self.values), self.num_columns, self.bits, kept, tuple(counts))
 
     @cached_property
-    def places(self) -> Indices:
+    def indices(self) -> Indices:
         """Where symbols other than the background are, in ascending order."""
         return np.flatnonzero(self.values != self.background)
 
     @cached_property
     def kept(self) -> Bytes:
         """Symbols other than the background."""
-        return self.values[self.places]
+        return self.values[self.indices]
 
     @cached_property
     def gaps(self) -> Indices:
         """Length of the run of background before each kept symbol."""
-        return np.diff(self.places, prepend=-1) - 1
+        return np.diff(self.indices, prepend=-1) - 1
 
     @cached_property
     def tokens_by_gap_bits(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Symbols:
         for _ in range(MAX_GAP_BITS):
             gaps = gaps >> 1
             gaps = gaps[gaps > 0]
-            totals.append(len(self.places) + int(gaps.sum()))
+            totals.append(len(self.indices) + int(gaps.sum()))
         return tuple(totals)
 
 
@@ -192,29 +192,29 @@ class Index(SymbolEncoding):
 
     def encode(self, symbols: Symbols) -> Payload:
         """Return counts, places and symbols, each packed."""
-        place_bits, count_bits = index_bits(symbols.num_columns)
+        num_index_bits, count_bits = index_bits(symbols.num_columns)
         num_rows = symbols.statistics.num_rows
-        row, column = np.divmod(symbols.places, symbols.num_columns)
+        row, column = np.divmod(symbols.indices, symbols.num_columns)
         counts = np.bincount(row, minlength=num_rows).astype(np.int64)
         body = (
             pack_wide(counts, count_bits),
-            pack_wide(column, place_bits),
+            pack_wide(column, num_index_bits),
             pack(symbols.kept, symbols.bits),
         )
-        return Payload(self.name, np.concatenate(body), symbols.background, num_items=len(symbols.places))
+        return Payload(self.name, np.concatenate(body), symbols.background, num_items=len(symbols.indices))
 
     def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
         """Return the symbols, kept ones among the background."""
-        place_bits, count_bits = index_bits(layout.num_columns)
+        num_index_bits, count_bits = index_bits(layout.num_columns)
         num, num_rows = payload.num_items, layout.num_rows
-        packed_counts, packed_places, packed_kept = _sections(
+        packed_counts, packed_indices, packed_kept = _sections(
             payload,
             packed_bytes(num_rows, count_bits),
-            packed_bytes(num, place_bits),
+            packed_bytes(num, num_index_bits),
             packed_bytes(num, layout.bits),
         )
         counts = unpack_wide(packed_counts, num_rows, count_bits)
-        column = unpack_wide(packed_places, num, place_bits)
+        column = unpack_wide(packed_indices, num, num_index_bits)
         if int(counts.sum()) != num or bool((column >= layout.num_columns).any()):
             raise CodecError(
                 f"an index lists {int(counts.sum())} positions within {layout.num_columns} columns, but "
@@ -298,13 +298,13 @@ class RunLength(SymbolEncoding):
         packed_runs, packed_values = _sections(
             payload, packed_bytes(num, gap_bits), packed_bytes(num, layout.bits)
         )
-        places = np.cumsum(unpack_wide(packed_runs, num, gap_bits) + 1) - 1
-        if num and int(places[-1]) >= layout.num_elements:
+        indices = np.cumsum(unpack_wide(packed_runs, num, gap_bits) + 1) - 1
+        if num and int(indices[-1]) >= layout.num_elements:
             raise CodecError(
-                f"run lengths reach element {int(places[-1])}, but there are {layout.num_elements}"
+                f"run lengths reach element {int(indices[-1])}, but there are {layout.num_elements}"
             )
         return _filled(
-            layout.num_elements, payload.background, places, unpack(packed_values, num, layout.bits)
+            layout.num_elements, payload.background, indices, unpack(packed_values, num, layout.bits)
         )
 
     def _best(self, symbols: Symbols) -> tuple[int, int]:
@@ -391,7 +391,7 @@ def _sections(payload: Payload, *lengths: int) -> list[Bytes]:
     return [np.ascontiguousarray(body[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
-def _filled(num_elements: int, background: int, places: Indices, kept: Bytes) -> Bytes:
+def _filled(num_elements: int, background: int, indices: Indices, kept: Bytes) -> Bytes:
     out = np.full(num_elements, background, dtype=np.uint8)
-    out[places] = kept
+    out[indices] = kept
     return out

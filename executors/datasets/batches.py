@@ -161,8 +161,8 @@ class Batches:
         """Return the tokens of batch `k`, without its padding."""
         return sum(map(len, self.dataset.examples(self.indices(k))))
 
-    def _line(self, epoch: int, place: int) -> int:
-        return int(_permutation(self.seed, epoch, len(self.dataset))[place]) if self.shuffle else place
+    def _line(self, epoch: int, position: int) -> int:
+        return int(_permutation(self.seed, epoch, len(self.dataset))[position]) if self.shuffle else position
 
 
 @lru_cache(maxsize=4)

@@ -108,12 +108,12 @@ def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., A
         with working_directory_importable() if from_here else nullcontext():
             named: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        places = "on PYTHONPATH and among installed packages"
+        searched = "on PYTHONPATH and among installed packages"
         raise RunError(
             f"cannot import {what} {name!r}: {error}",
-            hint=f"the module is looked for in the working directory, {places}"
+            hint=f"the module is looked for in the working directory, {searched}"
             if from_here
-            else f"a resumed run looks for the module {places}, and not in the working directory",
+            else f"a resumed run looks for the module {searched}, and not in the working directory",
         ) from error
     return named
 

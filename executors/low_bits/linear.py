@@ -186,8 +186,8 @@ class _PerturbationProduct:
             scales = self._scales[rows] if len(self._scales) > 1 else self._scales
             sums += byte_product(self._qvalues[rows], self._factors(columns), scales)
         elif self._product is not None:
-            nonzero, places = self._side_path.within(columns)
-            sums.index_add_(1, nonzero, self._product[rows, places])
+            nonzero, indices = self._side_path.within(columns)
+            sums.index_add_(1, nonzero, self._product[rows, indices])
 
 
 def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice, slice]]:

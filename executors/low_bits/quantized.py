@@ -61,10 +61,10 @@ class SidePath(NamedTuple):
     rows: Tensor | None = None
     rows_on_host: Tensor | None = None
 
-    def bind(self, place: BoundParameter) -> None:
+    def bind(self, bound: BoundParameter) -> None:
         """Make the layer add this perturbation."""
-        assert place.layer is not None
-        place.layer.side_path = self
+        assert bound.layer is not None
+        bound.layer.side_path = self
 
     def within(self, outputs: slice) -> tuple[Tensor, slice]:
         """Return the nonzero rows within some outputs, counted from the first of these, and their positions among `rows`."""
@@ -155,12 +155,12 @@ class QuantizedTensor(Stored):
         tensors = (tensor.to(device) for tensor in self.dump().values())
         return QuantizedTensor(self.quant_config, self.shape, *tensors)
 
-    def bind(self, place: BoundParameter) -> None:
+    def bind(self, bound: BoundParameter) -> None:
         """Make the layer read this weight; the parameter keeps a shape and no storage."""
-        assert place.layer is not None
+        assert bound.layer is not None
         # Not by a method: a layer that adapters were merged into meanwhile is a plain one, and nobody reads what it is given here.
-        place.layer.quantized, place.layer.side_path = self, None
-        place.parameter.data = self._stand_in
+        bound.layer.quantized, bound.layer.side_path = self, None
+        bound.parameter.data = self._stand_in
 
     @cached_property
     def _stand_in(self) -> Tensor:
@@ -182,7 +182,7 @@ class QuantizedTensor(Stored):
         """Return the perturbations that layers add; the stored weights stay as they are."""
         assert step.rounding is not None
         scale = step.scale * step.rounding.unit
-        return [SidePath(one.perturbation, scale, *(step.rows(one.place.index) or ())) for one in along]
+        return [SidePath(one.perturbation, scale, *(step.rows(one.bound.index) or ())) for one in along]
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -291,9 +291,9 @@ class QuantizedTensor(Stored):
         is_summed = step.sums is not None or not step.is_rounded
         before, sums = iter(step.sums or ()), list[Tensor]()
         together: dict[float, list[JointUpdate]] = {}
-        for place, quantized, perturbation in along:
-            uniforms = partial(step.uniforms, parameter=place.index)
-            decay = step.rate * (step.rounded_decay if place.decays else 0.0)
+        for bound, quantized, perturbation in along:
+            uniforms = partial(step.uniforms, parameter=bound.index)
+            decay = step.rate * (step.rounded_decay if bound.decays else 0.0)
             if is_summed:
                 # Of the host, as what a sum adds is multiplied by: it may have to wait for it.
                 alpha, total = float(factor), next(before, None)
@@ -307,7 +307,7 @@ class QuantizedTensor(Stored):
                 else:
                     sums.append(total)
                 continue
-            nonzero = step.rows(place.index)
+            nonzero = step.rows(bound.index)
             rows, at_once = None if nonzero is None else nonzero.there, None
             if decay and rows is not None:  # all weights decay, in no more memory
                 rows = None

@@ -46,14 +46,14 @@ class BoundParameter(Protocol):
 class View(Protocol):
     """What a forward sees of a parameter."""
 
-    def bind(self, place: BoundParameter) -> None:
+    def bind(self, bound: BoundParameter) -> None:
         """Let the model compute with this."""
 
 
 class Along(NamedTuple):
     """A parameter as it is stored, and the perturbation that it is to go along."""
 
-    place: BoundParameter
+    bound: BoundParameter
     held: Any
     perturbation: QValues
 
@@ -194,7 +194,7 @@ class Stored(ABC):
         """Return it on a device, numbers in a format; itself where it is so."""
 
     @abstractmethod
-    def bind(self, place: BoundParameter) -> None:
+    def bind(self, bound: BoundParameter) -> None:
         """Let the model compute with it where it lies."""
 
     # -- the five methods ----------------------------------------------------------------------------------------
@@ -239,11 +239,11 @@ class DenseTensor(Stored):
         moved = self.values.to(device, dtype)
         return self if moved is self.values else type(self)(moved)
 
-    def bind(self, place: BoundParameter) -> None:
+    def bind(self, bound: BoundParameter) -> None:
         """Let the parameter's data be these numbers."""
-        if place.layer is not None:
-            place.layer.quantized, place.layer.side_path = None, None
-        place.parameter.data = self.values
+        if bound.layer is not None:
+            bound.layer.quantized, bound.layer.side_path = None, None
+        bound.parameter.data = self.values
 
     @classmethod
     def at(cls, along: Sequence[Along], step: PerturbationStep) -> Sequence[View]:
@@ -267,7 +267,7 @@ class DenseTensor(Stored):
             gradients=[step.gradient / step.rounding.scale] * len(along),
             learning_rate=step.rate,
             weight_decay=step.decay,
-            decaying=[one.place.decays for one in along],
+            decaying=[one.bound.decays for one in along],
         )
 
     def dump(self) -> Mapping[str, Tensor]:

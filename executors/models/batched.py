@@ -40,13 +40,13 @@ class LowRankPath:
         Shape (inputs, rank), the same at all points, or (points, inputs, rank).
     outer : torch.Tensor
         Shape (points, rank, outputs).
-    places : slice or None
+    positions : slice or None
         Of the packed row, the tokens that it is for; None for all.
     """
 
     inner: Tensor
     outer: Tensor
-    places: slice | None = None
+    positions: slice | None = None
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Narrowing:
         self.stream.data = self.stream.index_select(1, self.rows)
         return inputs.index_select(1, self.rows)
 
-    def places(self, whole: slice) -> slice:
+    def positions(self, whole: slice) -> slice:
         """Return where the narrowed rows of a part of the packed row lie."""
         begin, end = (int((self.rows_on_host < edge).sum()) for edge in (whole.start, whole.stop))
         return slice(begin, end)
@@ -258,10 +258,10 @@ class BatchedModel(SegmentedModel):
             num_eval_points = path.outer.shape[0]
             inputs = arguments[0].reshape(num_eval_points, -1, arguments[0].shape[-1])
             outputs = output.view(num_eval_points, -1, output.shape[-1])
-            if (places := path.places) is not None:
+            if (positions := path.positions) is not None:
                 if self._narrowing is not None and self._narrowing.is_done:
-                    places = self._narrowing.places(places)
-                inputs, outputs = inputs[:, places], outputs[:, places]
+                    positions = self._narrowing.positions(positions)
+                inputs, outputs = inputs[:, positions], outputs[:, positions]
             outputs.baddbmm_(_times(inputs, path.inner).to(output.dtype), path.outer.to(output.dtype))
         return output
 

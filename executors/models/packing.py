@@ -89,12 +89,12 @@ class Packing:
 
 def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
     """Join packings in one row, in which none attends to another; also return where each lies."""
-    places, begin = [], 0
+    offsets, begin = [], 0
     groups: list[AttentionGroup] = []
     predictors, predictors_on_host = [], []
     for packing in packings:
         end = begin + packing.num_tokens
-        places.append(slice(begin, end))
+        offsets.append(slice(begin, end))
         groups += [
             replace(group, queries=group.queries + begin, keys=group.keys + begin) for group in packing.groups
         ]
@@ -114,7 +114,7 @@ def joined(packings: Sequence[Packing]) -> tuple[Packing, list[slice]]:
         sum(packing.num_padded for packing in packings),
         on_host | {"predictors": torch.cat(predictors_on_host)},
     )
-    return row, places
+    return row, offsets
 
 
 @dataclass
@@ -127,7 +127,7 @@ class _PackedRun:
     """Place of its own first token."""
 
     @property
-    def places(self) -> list[int]:
+    def offsets(self) -> list[int]:
         return list(range(self.first, self.first + len(self.tokens)))
 
 
@@ -136,12 +136,12 @@ class _Forest:
     rows: list[list[int]]
     least_saved: float
     runs: list[_PackedRun] = field(default_factory=list)
-    places: list[list[int]] = field(default_factory=list)
+    offsets: list[list[int]] = field(default_factory=list)
     num_positions: int = 0
 
     def grow(self) -> None:
-        """Cut the rows into runs, and note the place of every row's tokens."""
-        self.places = [[] for _ in self.rows]
+        """Cut the rows into runs, and note the position of every row's tokens."""
+        self.offsets = [[] for _ in self.rows]
         self._grow(sorted(range(len(self.rows)), key=lambda row: self.rows[row]), 0)
 
     def _grow(self, rows: Sequence[int], begin: int) -> None:
@@ -167,11 +167,13 @@ class _Forest:
             self._grow(list(same), begin)
 
     def _add(self, rows: Sequence[int], begin: int, end: int) -> None:
-        run = _PackedRun(begin, self.rows[rows[0]][begin:end], list(self.places[rows[0]]), self.num_positions)
+        run = _PackedRun(
+            begin, self.rows[rows[0]][begin:end], list(self.offsets[rows[0]]), self.num_positions
+        )
         self.num_positions += end - begin
         self.runs.append(run)
         for row in rows:
-            self.places[row] = [*self.places[row], *run.places]
+            self.offsets[row] = [*self.offsets[row], *run.offsets]
 
 
 def pack(
@@ -204,15 +206,18 @@ def pack(
     tokens, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     mask = batch.get("attention_mask")
     lengths = _lengths(mask) if mask is not None else [len(row) for row in tokens]
-    label_places = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
-    if not any(label_places):
+    label_positions = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
+    if not any(label_positions):
         raise DataError("the batch has no label after the first token of a sequence")
-    for row, (places, length) in enumerate(zip(label_places, lengths, strict=True)):
-        if places and places[-1] > length:
+    for row, (positions, length) in enumerate(zip(label_positions, lengths, strict=True)):
+        if positions and positions[-1] > length:
             raise DataError(f"sequence {row} of the batch has labels after its {length} tokens")
     # The token before a label predicts it: nothing is computed from a sequence's last label on.
     forest = _Forest(
-        [row[: places[-1]] if places else [] for row, places in zip(tokens, label_places, strict=True)],
+        [
+            row[: positions[-1]] if positions else []
+            for row, positions in zip(tokens, label_positions, strict=True)
+        ],
         least_saved,
     )
     forest.grow()
@@ -221,9 +226,9 @@ def pack(
         for offset, token in enumerate(run.tokens):
             flat[run.first + offset] = (token, run.begin + offset)
     pairs = [
-        (forest.places[row][at - 1], labels[row][at])
-        for row, places in enumerate(label_places)
-        for at in places
+        (forest.offsets[row][at - 1], labels[row][at])
+        for row, positions in enumerate(label_positions)
+        for at in positions
     ]
     tokens_and_positions = torch.tensor(flat, dtype=torch.long).T.contiguous()
     ends = torch.tensor(pairs, dtype=torch.long).T.contiguous()
@@ -267,11 +272,11 @@ def facts_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, int]:
     num_batches = num_sequences = num_labels = num_rows = num_tokens = num_computed = num_pairs = 0
     for batch in batches:
         labels, tokens = batch["labels"].tolist(), batch["input_ids"].tolist()
-        label_places = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
-        rows = {tuple(row[: at[-1]]) for row, at in zip(tokens, label_places, strict=True) if at}
+        label_positions = [[at for at in range(1, len(row)) if row[at] != _IGNORED] for row in labels]
+        rows = {tuple(row[: at[-1]]) for row, at in zip(tokens, label_positions, strict=True) if at}
         num_batches += 1
         num_sequences += len(tokens)
-        num_labels += sum(map(len, label_places))
+        num_labels += sum(map(len, label_positions))
         num_rows += len(rows)
         num_tokens += sum(map(len, rows))
         packing = pack(batch)
@@ -313,8 +318,8 @@ def _group(runs: Sequence[_PackedRun]) -> AttentionGroup:
     is_own = torch.zeros(len(runs), most, dtype=torch.bool)
     for i, run in enumerate(runs):
         num, above = len(run.tokens), len(run.above)
-        queries[i, :num] = torch.tensor(run.places)
-        keys[i, : above + num] = torch.tensor([*run.above, *run.places])
+        queries[i, :num] = torch.tensor(run.offsets)
+        keys[i, : above + num] = torch.tensor([*run.above, *run.offsets])
         if mask is not None:
             mask[i, 0, :num, : above + num] = torch.ones(num, above + num, dtype=torch.bool).tril(above)
             mask[i, 0, num:, 0] = True  # a filling sees something, so that no softmax is over nothing
@@ -388,8 +393,8 @@ def packed_attention(
 def _windowed(group: AttentionGroup, packing: Packing, window: int) -> Tensor:
     """Return what sees what where a token sees the last tokens alone, itself among them."""
     queries, keys = (
-        packing.positions[0].index_select(0, places).view(group.num_runs, -1)
-        for places in (group.queries, group.keys)
+        packing.positions[0].index_select(0, offsets).view(group.num_runs, -1)
+        for offsets in (group.queries, group.keys)
     )
     mask = group.mask
     if mask is None:  # every run begins a sequence, and filling lies behind all
@@ -433,8 +438,8 @@ def _attended_plainly(
     return torch.matmul(shares.to(v.dtype), v)
 
 
-def _of_runs(states: Tensor, places: Tensor, num_runs: int) -> Tensor:
+def _of_runs(states: Tensor, offsets: Tensor, num_runs: int) -> Tensor:
     """Return (points * runs, heads, tokens, width) of states (points, places, heads, width)."""
     num_eval_points, _, num_heads, width = states.shape
-    picked = states.index_select(1, places).view(num_eval_points * num_runs, -1, num_heads, width)
+    picked = states.index_select(1, offsets).view(num_eval_points * num_runs, -1, num_heads, width)
     return picked.transpose(1, 2)

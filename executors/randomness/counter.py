@@ -157,15 +157,15 @@ class CounterSampler:
     ) -> Tensor:
         """Return the random numbers, int64, whose bits are the signs of ascending rows of a table, shape (rows, width / 64)."""
         per_row, per_block = width // RAW_BITS, self.block_elements(sampler) // RAW_BITS
-        places = (rows[:, None] * per_row + torch.arange(per_row)).view(-1)
-        raw = torch.empty_like(places)
+        indices = (rows[:, None] * per_row + torch.arange(per_row)).view(-1)
+        raw = torch.empty_like(indices)
         blocks, counts = (
-            part.tolist() for part in torch.unique_consecutive(places // per_block, return_counts=True)
+            part.tolist() for part in torch.unique_consecutive(indices // per_block, return_counts=True)
         )
         generator = Generator()
         seeds = self._seeds(parameter, blocks, key, sampler)
         for block, seed, of_block, made in zip(
-            blocks, seeds, places.split(counts), raw.split(counts), strict=True
+            blocks, seeds, indices.split(counts), raw.split(counts), strict=True
         ):
             here = of_block - block * per_block
             whole = raw_signs((int(here[-1]) + 1) * RAW_BITS, generator.manual_seed(seed))

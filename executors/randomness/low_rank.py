@@ -22,7 +22,7 @@ from executors.randomness.rng import generator_on, mixed
 from executors.randomness.samplers import Gaussian
 from executors.threads import SamplingThreads
 
-Places = Sequence[Tensor] | None
+Outputs = Sequence[Tensor] | None
 """Of every tensor of a group where its perturbation is to be: what has no factors is drawn there."""
 
 _NORMALS = Gaussian()
@@ -88,7 +88,7 @@ def fill_product_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor, di
     """Fill `out` with some rows of ``U·Vᵀ``, divided by `divisor`; `rows`, of the host, ascends. Bits are the whole product's."""
     wanted = rows.tolist()
     for begin, tile in product_tiles(left, right, divisor):
-        kept = [place for place, row in enumerate(wanted) if begin <= row < begin + tile.shape[0]]
+        kept = [index for index, row in enumerate(wanted) if begin <= row < begin + tile.shape[0]]
         if kept:
             chosen = (rows[kept] - begin).to(tile.device, non_blocking=True)
             torch.index_select(tile, 0, chosen, out=out[kept[0] : kept[-1] + 1])
@@ -158,22 +158,22 @@ class FactorSampler:
         step: int,
         interval: LazyInterval,
         generator: Generator,
-        places: Places = None,
+        outputs: Outputs = None,
     ) -> Factors:
         """Return the factors that the generator's next numbers make of `group`, in `step` of `interval`."""
         opens = step == interval.first
-        lefts, rights = self._sample(group, generator, with_rights=opens, places=places)
+        lefts, rights = self._sample(group, generator, with_rights=opens, outputs=outputs)
         if opens:
             self._keep(group, perturbation, interval, rights)
         return Factors(lefts, self._rights(group, perturbation, interval))
 
     def resampled(
-        self, group: str, perturbation: int, seed: int, interval: LazyInterval, places: Places = None
+        self, group: str, perturbation: int, seed: int, interval: LazyInterval, outputs: Outputs = None
     ) -> Factors:
         """Return factors as the released loop draws them for an update: from the seed on, without any ``V``."""
         generator = generator_on(self._like.device, seed)
         self._skip_to(group, perturbation, generator, with_rights=False)
-        lefts, _ = self._sample(group, generator, with_rights=False, places=places)
+        lefts, _ = self._sample(group, generator, with_rights=False, outputs=outputs)
         return Factors(lefts, self._rights(group, perturbation, interval))
 
     def pass_over(self, group: str, step: int, interval: LazyInterval, generator: Generator) -> None:
@@ -190,9 +190,9 @@ class FactorSampler:
         return kept
 
     def _sample(
-        self, group: str, generator: Generator, *, with_rights: bool, places: Places = None
+        self, group: str, generator: Generator, *, with_rights: bool, outputs: Outputs = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        lefts = self._lefts(group, places)
+        lefts = self._lefts(group, outputs)
         rights: list[Tensor | None] = []
         for shape, left in zip(self._shapes_of(group), lefts, strict=True):
             has_right = with_rights and is_matrix(shape)
@@ -202,15 +202,15 @@ class FactorSampler:
                     _NORMALS.fill(out, generator)
         return lefts, tuple(rights)
 
-    def _lefts(self, group: str, places: Places) -> tuple[Tensor, ...]:
+    def _lefts(self, group: str, outputs: Outputs) -> tuple[Tensor, ...]:
         """Return memory for what is drawn in every step: of matrices for ``U``, of others where they are wanted."""
         shapes = self._shapes_of(group)
-        wanted: Sequence[Tensor | None] = places or [None] * len(shapes)
+        wanted: Sequence[Tensor | None] = outputs or [None] * len(shapes)
         return tuple(
-            place
-            if place is not None and not is_matrix(shape)
+            output
+            if output is not None and not is_matrix(shape)
             else self._like.new_empty(_left_shape(shape, self._rank))
-            for shape, place in zip(shapes, wanted, strict=True)
+            for shape, output in zip(shapes, wanted, strict=True)
         )
 
     def _skip_to(self, group: str, perturbation: int, generator: Generator, *, with_rights: bool) -> None:
@@ -227,10 +227,10 @@ class FactorSampler:
     # -- counter -----------------------------------------------------------------------------------------------
 
     def counted(
-        self, group: str, perturbation: int, key: CounterKey, interval: LazyInterval, places: Places = None
+        self, group: str, perturbation: int, key: CounterKey, interval: LazyInterval, outputs: Outputs = None
     ) -> Factors:
         """Return the factors of `group` under a step's key."""
-        lefts = self._lefts(group, places)
+        lefts = self._lefts(group, outputs)
         views = [left.view(-1) for left in lefts]
         self._left_counter.fill_parameters(views, self._groups[group], key, _NORMALS)
         kept = self._kept.get((group, perturbation), {}).get(interval)

@@ -80,11 +80,11 @@ def _raw_ahead(state: Tensor, num_raw: int) -> _Words:
         table, (len(table), table.shape[1] - _STATE_WORDS, _STATE_WORDS), (*table.strides, table.strides[1])
     )
     patterns = _patterns(num_raw)
-    places = np.arange(len(patterns)) * _PATTERN_BITS
+    offsets = np.arange(len(patterns)) * _PATTERN_BITS
     raw = np.zeros(_STATE_WORDS, np.uint32)
     for begin in range(0, len(patterns), _LOOKUPS):
         part = slice(begin, begin + _LOOKUPS)
-        raw ^= np.bitwise_xor.reduce(windows[patterns[part], places[part]], axis=0)
+        raw ^= np.bitwise_xor.reduce(windows[patterns[part], offsets[part]], axis=0)
     return raw
 
 

@@ -79,12 +79,12 @@ def take_rows(out: Tensor, starts: NDArray[np.int64], ranges: Sequence[RowRange]
     """Fill `out`, shape (rows, width), with what `numbers`, the elements of some row ranges, hold of rows from the elements `starts` on."""
     width, size = out.shape[1], numbers.numel()
     begins = np.array([row_range.begin for row_range in ranges])
-    places = np.array([*accumulate((row_range.num for row_range in ranges[:-1]), initial=0)])
+    offsets = np.array([*accumulate((row_range.num for row_range in ranges[:-1]), initial=0)])
     end = ranges[-1].begin + ranges[-1].num
     first, last = np.searchsorted(starts + width, begins[0], "right"), np.searchsorted(starts, end)
     # A row that goes on in the next block goes on in the next range: it is in one piece.
     here = np.maximum(np.searchsorted(begins, starts[first:last], "right") - 1, 0)
-    rows = starts[first:last] - begins[here] + places[here]
+    rows = starts[first:last] - begins[here] + offsets[here]
     is_whole = (rows >= 0) & (rows + width <= size)
     if is_whole.any():
         whole = torch.from_numpy(rows[is_whole]).to(out.device, non_blocking=True)

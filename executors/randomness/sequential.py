@@ -27,7 +27,7 @@ _CHEAP_ELEMENTS = 1 << 19
 _LONGEST_GRANULE = 64
 
 Take = Callable[[int, int, Tensor], None]
-"""Takes a tensor's place in a group, the first element of a piece of it, and the numbers drawn for that piece."""
+"""Takes a tensor's position in a group, the first element of a piece of it, and the numbers drawn for that piece."""
 
 
 class SequentialSampler:
@@ -347,8 +347,8 @@ def keep_of(out: Tensor, wanted: Sequence[int], numbers: Tensor, begin: int) -> 
     first, last = bisect_left(wanted, above), bisect_left(wanted, below)
     if last - first > 1:
         rows = numbers[above * width - begin : below * width - begin].view(-1, width)
-        places = (torch.tensor(wanted[first:last]) - above).to(out.device, non_blocking=True)
-        torch.index_select(rows, 0, places, out=out[first:last])
+        indices = (torch.tensor(wanted[first:last]) - above).to(out.device, non_blocking=True)
+        torch.index_select(rows, 0, indices, out=out[first:last])
     else:
         last = first
     reached = rows_between(wanted, width, begin, end)

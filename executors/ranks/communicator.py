@@ -158,7 +158,7 @@ class Communicator:
             raise RunError(f"the ranks have no group {group!r}, but " + ", ".join(self._members)) from None
 
     def position(self, group: str) -> int:
-        """Return this rank's place in `group`, from 0."""
+        """Return this rank's position in `group`, from 0."""
         return self.members(group).index(self.rank)
 
     @property
@@ -187,8 +187,8 @@ class Communicator:
             if own.device.type == "cpu" and group in self._pairs:
                 self._pairs[group].all_gather(gathered, own)
             elif own.device.type == "cpu" and gathered.nbytes <= DOUBLING_BYTES and _host_backend() != "fake":
-                place = self.position(group)
-                doubling_all_gather(gathered, own, members, place, self._groups.get(group))
+                position = self.position(group)
+                doubling_all_gather(gathered, own, members, position, self._groups.get(group))
             else:
                 all_gather_flat(gathered, own, group=self._groups.get(group))
 

@@ -131,7 +131,7 @@ class HostMemory:
 
     def note(self, instruction: str, turn: int) -> None:
         """Record that this rank has finished `instruction` of turn `turn`."""
-        self._counters[self._place(self._communicator.rank, instruction)] = turn
+        self._counters[self._index(self._communicator.rank, instruction)] = turn
 
     def wait(self, instruction: str, turn: int, has_failed: Callable[[], bool] = lambda: False) -> None:
         """Wait until every other rank of this host has finished `instruction` of turn `turn`.
@@ -149,10 +149,10 @@ class HostMemory:
         for rank in self._ranks:
             if rank == self._communicator.rank:
                 continue
-            place, nap = self._place(rank, instruction), _FIRST_NAP_S
+            index, nap = self._index(rank, instruction), _FIRST_NAP_S
             end = time.monotonic() + self._communicator.timeout_s
             with self._communicator.missing.named((rank,), f"{instruction} of rank {rank}"):
-                while self._counters[place] < turn:
+                while self._counters[index] < turn:
                     if has_failed():
                         raise RunError(f"no longer waits for {instruction} of rank {rank}")
                     if time.monotonic() > end:
@@ -161,7 +161,7 @@ class HostMemory:
                     time.sleep(nap)
                     nap = min(2 * nap, _LONGEST_NAP_S)
 
-    def _place(self, rank: int, instruction: str) -> int:
+    def _index(self, rank: int, instruction: str) -> int:
         return self._ranks.index(rank) * len(self._awaited) + self._awaited[instruction]
 
 

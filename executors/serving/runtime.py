@@ -128,10 +128,10 @@ class Runtime:
         return tuple(self._adapters)
 
     def _paths(
-        self, adapters: Sequence[Adapter | None], places: Sequence[slice]
+        self, adapters: Sequence[Adapter | None], spans: Sequence[slice]
     ) -> dict[nn.Parameter, list[LowRankPath]]:
         paths: dict[nn.Parameter, list[LowRankPath]] = {}
-        for adapter, where in zip(adapters, places, strict=True):
+        for adapter, where in zip(adapters, spans, strict=True):
             for path, (inner, outer) in adapter.factors.items() if adapter else ():
                 side = LowRankPath(inner.T, outer.T.unsqueeze(0), where)
                 paths.setdefault(self._weights[path], []).append(side)
@@ -154,7 +154,7 @@ class Runtime:
         order, logits, packing = self._logits([requests[number] for number in requested])
         each = nn.functional.log_softmax(logits.float(), -1).gather(1, packing.targets[:, None])[:, 0]
         values, begin = each.tolist(), 0
-        for number in (requested[place] for place in order):
+        for number in (requested[index] for index in order):
             end = begin + len(requests[number].tokens) - requests[number].first
             scores[number] = values[begin:end]
             begin = end
@@ -182,8 +182,8 @@ class Runtime:
                 raise DataError("the prompt is empty, and the model has no token to start from")
         order, logits, _ = self._logits(longer)
         tokens = [0] * len(requests)
-        for place, token in zip(order, logits.argmax(-1).tolist(), strict=True):
-            tokens[place] = token
+        for index, token in zip(order, logits.argmax(-1).tolist(), strict=True):
+            tokens[index] = token
         return tokens
 
     @torch.no_grad()
@@ -196,9 +196,9 @@ class Runtime:
         packings = [
             self._batched.pack(_batch([requests[number] for number in part])) for part in by_adapter.values()
         ]
-        row, places = joined(packings)
+        row, spans = joined(packings)
         adapters = [None if name is None else self._adapters[name] for name in by_adapter]
-        paths = self._paths(adapters, places)
+        paths = self._paths(adapters, spans)
         cache, hidden = StepCache(packing=row), None
         for segment in self._batched.segments:
             if segment == HEAD:

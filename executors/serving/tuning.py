@@ -258,10 +258,10 @@ class Tuning:
 
     def _open_interval(self) -> None:
         """If an interval begins, close the open increment and draw ``V`` anew."""
-        interval, place = divmod(self.num_steps, self.settings.lazy_steps)
-        if place == 0 and self.num_steps:
+        interval, offset = divmod(self.num_steps, self.settings.lazy_steps)
+        if offset == 0 and self.num_steps:
             self.state.close(self.settings.rank)
-        if place == 0 or not self._rights:
+        if offset == 0 or not self._rights:
             self._rights = {
                 name: self._normals(name, self._shapes[name][0], _RIGHT, interval) for name in self._names
             }

@@ -168,13 +168,13 @@ class ParamPass:
         """Do to each of several tensors what :meth:`perturb` does to one; on an accelerator, small ones share kernels."""
         _check_scale(scale)
         with torch.no_grad():
-            for places in _batches(thetas):
-                lefts = [(thetas if outs is None else outs)[place] for place in places]
-                here, along = _chosen(places, thetas), _chosen(places, zs)
-                if len(places) == 1:
+            for indices in _batches(thetas):
+                lefts = [(thetas if outs is None else outs)[index] for index in indices]
+                here, along = _chosen(indices, thetas), _chosen(indices, zs)
+                if len(indices) == 1:
                     self.perturb(here[0], along[0], scale, epsilon, lefts[0])
                     continue
-                sums = _products(along, here[0].dtype, [scale * epsilon] * len(places))[1]
+                sums = _products(along, here[0].dtype, [scale * epsilon] * len(indices))[1]
                 torch._foreach_add_(sums, here)
                 torch._foreach_copy_(lefts, sums)
 
@@ -209,20 +209,20 @@ class ParamPass:
         with torch.no_grad():
             for chosen in _batches(thetas):
                 if len(chosen) == 1:
-                    (place,) = chosen
+                    (index,) = chosen
                     self.update(
-                        thetas[place],
-                        zs[place],
-                        gradient=gradients[place],
+                        thetas[index],
+                        zs[index],
+                        gradient=gradients[index],
                         learning_rate=learning_rate,
-                        weight_decay=weight_decay if decaying[place] else None,
+                        weight_decay=weight_decay if decaying[index] else None,
                     )
                     continue
                 # Those of one projected gradient become neighbours.
-                places = sorted(chosen, key=lambda place: id(gradients[place]))
-                here, along = _chosen(places, thetas), _chosen(places, zs)
-                flat, products = _products(along, dtype, [factors[id(gradients[place])] for place in places])
-                parts = [number for number, place in enumerate(places) if weight_decay and decaying[place]]
+                indices = sorted(chosen, key=lambda index: id(gradients[index]))
+                here, along = _chosen(indices, thetas), _chosen(indices, zs)
+                flat, products = _products(along, dtype, [factors[id(gradients[index])] for index in indices])
+                parts = [number for number, index in enumerate(indices) if weight_decay and decaying[index]]
                 if parts and weight_decay:
                     decays = torch._foreach_mul([here[number] for number in parts], weight_decay)
                     torch._foreach_add_([products[number] for number in parts], decays)
@@ -271,21 +271,21 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the places of tensors that share kernels: on a CPU one at a time, elsewhere small ones together."""
     shared: list[int] = []
     elements = 0
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.device.type == "cpu" or tensor.numel() > _LAUNCHED_ALONE_ELEMENTS:
-            yield [place]
+            yield [index]
             continue
         if elements + tensor.numel() > CHUNK_ELEMENTS.get(tensor.device.type, 1 << 20):
             yield shared
             shared, elements = [], 0
-        shared.append(place)
+        shared.append(index)
         elements += tensor.numel()
     if shared:
         yield shared
 
 
-def _chosen(places: Sequence[int], given: Sequence[_Given]) -> list[_Given]:
-    return [given[place] for place in places]
+def _chosen(indices: Sequence[int], given: Sequence[_Given]) -> list[_Given]:
+    return [given[index] for index in indices]
 
 
 def _products(
@@ -310,16 +310,16 @@ def _products(
 def gathered_several(thetas: Sequence[Tensor], zs: Sequence[Tensor], step: float) -> list[Tensor]:
     """Return copies of tensors after a perturbation by `step` times their perturbations; on an accelerator in few kernels."""
     copies = list(thetas)
-    for places in _batches(thetas):
-        here, along = _chosen(places, thetas), _chosen(places, zs)
-        if len(places) == 1:
-            copies[places[0]] = gathered(here[0], along[0], (1,), step)
+    for indices in _batches(thetas):
+        here, along = _chosen(indices, thetas), _chosen(indices, zs)
+        if len(indices) == 1:
+            copies[indices[0]] = gathered(here[0], along[0], (1,), step)
             continue
         flat = [[tensor.reshape(-1) for tensor in tensors] for tensors in (here, along)]
-        sums = _products(flat[1], here[0].dtype, [step] * len(places))[1]
+        sums = _products(flat[1], here[0].dtype, [step] * len(indices))[1]
         torch._foreach_add_(sums, flat[0])
-        for place, theta, total in zip(places, here, sums, strict=True):
-            copies[place] = total.view_as(theta)
+        for index, theta, total in zip(indices, here, sums, strict=True):
+            copies[index] = total.view_as(theta)
     return copies
 
 

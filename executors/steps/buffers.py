@@ -102,7 +102,7 @@ class ParamSection:
 
 @dataclass(frozen=True)
 class PlacedSection:
-    """A section at its place in a buffer, or a perturbation of it.
+    """A section at its position in a buffer, or a perturbation of it.
 
     Attributes
     ----------
@@ -130,11 +130,11 @@ class PlacedSection:
 
     def along(self, perturbations: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
         """Yield its parameters and their perturbations, those together that are stored alike."""
-        for kind, places in self._places.items():
-            yield kind, [Along(self.section.tensors[i], self.held[i], perturbations[i]) for i in places]
+        for kind, indices in self._indices_by_type.items():
+            yield kind, [Along(self.section.tensors[i], self.held[i], perturbations[i]) for i in indices]
 
     @cached_property
-    def _places(self) -> dict[type[Stored], list[int]]:
+    def _indices_by_type(self) -> dict[type[Stored], list[int]]:
         kinds = list(map(type, self.held))
         return {kind: [i for i, other in enumerate(kinds) if other is kind] for kind in dict.fromkeys(kinds)}
 
@@ -148,7 +148,7 @@ class BufferStore:
     forward_runner : ForwardRunner
     allocate : callable
     positions : mapping of str to int, optional
-        This rank's place in each group that shares buffers out.
+        This rank's position in each group that shares buffers out.
 
     Raises
     ------

@@ -112,7 +112,7 @@ class Graphs:
         self._entries: dict[Hashable, _Entry] = {}
         self._out_of_use: list[Any] = []
         self._failed: list[Any] = []
-        self._places: dict[Hashable, Tensor] = {}
+        self._static_buffers: dict[Hashable, Tensor] = {}
         self._pools: dict[int, Any] = {}
         self._generators: dict[int, Generator] = {}
         self._shapes: set[Hashable] = set()
@@ -126,7 +126,7 @@ class Graphs:
         self._entries.clear()
         self._out_of_use.clear()
         self._failed.clear()
-        self._places.clear()
+        self._static_buffers.clear()
 
     def __len__(self) -> int:
         """Return how many graphs have been captured."""
@@ -152,21 +152,21 @@ class Graphs:
         self._shapes.add(shape)
         return True
 
-    def place(self, key: Hashable, like: Tensor) -> Tensor:
+    def static_buffer(self, key: Hashable, like: Tensor) -> Tensor:
         """Return a tensor of the shape, strides and format of `like` that stays at its address, by name."""
         key = key, tuple(like.shape), like.stride(), like.dtype
-        if key not in self._places:
-            self._places[key] = torch.empty_strided(
+        if key not in self._static_buffers:
+            self._static_buffers[key] = torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device
             )
-        return self._places[key]
+        return self._static_buffers[key]
 
     def placed(self, key: Hashable, tensor: Tensor) -> Tensor:
         """Return a tensor's numbers at a place that stays."""
-        place = self.place(key, tensor)
-        if place is not tensor:
-            _whole(place).copy_(_whole(tensor))
-        return place
+        static_buffer = self.static_buffer(key, tensor)
+        if static_buffer is not tensor:
+            _whole(static_buffer).copy_(_whole(tensor))
+        return static_buffer
 
     def run(
         self,

@@ -351,8 +351,8 @@ class Interpreter:
             for number, access in enumerate(held):
                 placed = self.store.placed(access)
                 if self._writes(number, self.program.buffer(access.buffer)):
-                    for tensor, place in zip(placed.section.tensors, placed.held, strict=True):
-                        place.load(tensor.held, tensor.name)
+                    for tensor, stored in zip(placed.section.tensors, placed.held, strict=True):
+                        stored.load(tensor.held, tensor.name)
                 self._context.bind([access])
         if self._host_memory is not None and self._communicator is not None:
             self._communicator.barrier("loading the weights")

@@ -32,14 +32,14 @@ def micro_batches(
             hint="choose a number of micro-batches that divides the batch",
         )
     chunks = {name: tensor.chunk(count) for name, tensor in batch.items()}
-    places = [None] * count if positions is None else positions.chunk(count)
+    position_chunks = [None] * count if positions is None else positions.chunk(count)
     parts = []
     for i in range(count):
         tensors = {name: pieces[i] for name, pieces in chunks.items()}
         # The first label is not asked for: nothing predicts it.
         num_labels = int((tensors["labels"][:, 1:] != IGNORED_LABEL).sum())
         num_averaged = num_sequences // count if is_of_texts else num_labels
-        parts.append(MicroBatch(tensors, num_averaged, places[i]))
+        parts.append(MicroBatch(tensors, num_averaged, position_chunks[i]))
     return parts
 
 

@@ -81,7 +81,7 @@ class Task:
     done: Callable[[], None] | None = None
 
     def describe(self) -> str:
-        """Return its place in the run."""
+        """Return its position in the run."""
         return f"{self.phase}[{self.step}]/{self.instruction.id} on stream {self.instruction.stream}"
 
 

@@ -452,7 +452,7 @@ def exchanged(shipped, self, version, examples):
 def narrowed_rows(name: str, begin: int, end: int) -> Fault:
     """Return a fault of narrowed rows that begin and end elsewhere, where they are several."""
 
-    @planted("executors.models.batched:_Narrowing.places", name)
+    @planted("executors.models.batched:_Narrowing.positions", name)
     def fault(shipped, self, whole):
         place = shipped(self, whole)
         return slice(place.start + begin, place.stop + end) if place.stop - place.start > 1 else place

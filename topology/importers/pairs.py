@@ -36,7 +36,7 @@ def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mappi
 
     Notes
     -----
-    Where two GPUs share NVLinks, ``nvidia-smi`` prints those instead of their place in the tree; only an
+    Where two GPUs share NVLinks, ``nvidia-smi`` prints those instead of their position in the tree; only an
     adapter beside them can then show that they share a switch.
     """
     devices = {endpoint.id: endpoint for endpoint in endpoints}

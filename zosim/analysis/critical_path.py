@@ -208,16 +208,14 @@ def _circuit(timeline: Timeline, repeat: Repeat, program: Program, rank: int) ->
     seen: dict[tuple[str, int], int] = {}
     # Far enough from the beginning that no walk reaches it.
     lifted = start._replace(position=start.position + _ENDLESS // repeat.num_steps * repeat.num_steps)
-    for place, span, before_s in _walk(lookup, graph, lifted):
-        key = place.instruction, place.position % repeat.num_steps
+    for node, span, before_s in _walk(lookup, graph, lifted):
+        key = node.instruction, node.position % repeat.num_steps
         if key in seen:
             circuit = walked[seen[key] :]
             begin_s, end_s = span.end_s, circuit[0][1].end_s
-            return CriticalPath(
-                rank, _tiles(circuit, begin_s, end_s), circuit[0][0].position - place.position
-            )
+            return CriticalPath(rank, _tiles(circuit, begin_s, end_s), circuit[0][0].position - node.position)
         seen[key] = len(walked)
-        walked.append((place, span, before_s))
+        walked.append((node, span, before_s))
     # No dependency and no stream reaches back into the step before: impossible, a stream follows itself.
     raise AssertionError("a periodic step has a beginning")
 
@@ -226,7 +224,7 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
     graph = StepGraph(program, timeline.num_steps)
     periodic = set(timeline.periodic_steps)
     spans = _spans_by_node(timeline, graph, rank)
-    inside = {place: span for place, span in spans.items() if span.phase == "step" and span.step in periodic}
+    inside = {node: span for node, span in spans.items() if span.phase == "step" and span.step in periodic}
     if not inside:
         message = f"timeline of {timeline.program} holds no step of rank {rank}"
         raise TimelineError(message, hint="simulate or run at least one step")
@@ -234,9 +232,9 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
     walked = list(_walk(inside.get, graph, _latest(spans, timeline, rank, last_step)))
     first: dict[str, int] = {}
     best, best_run = 0, (0, 0)
-    for number, (place, _, _) in enumerate(walked):
-        upper = first.setdefault(place.instruction, number)
-        distance = walked[upper][0].position - place.position
+    for number, (node, _, _) in enumerate(walked):
+        upper = first.setdefault(node.instruction, number)
+        distance = walked[upper][0].position - node.position
         if distance > best:
             best, best_run = distance, (upper, number)
     if not best:
@@ -250,17 +248,17 @@ def _longest_recurrence(timeline: Timeline, program: Program, rank: int) -> Crit
 
 
 def _walk(lookup: Lookup, graph: StepGraph, start: RunNode) -> Iterator[tuple[RunNode, Span, float]]:
-    """Yield places backwards along the path, with the end of what each waited for longest (-inf for none)."""
-    place: RunNode | None = start
-    while place is not None:
-        span = lookup(place)
-        assert span is not None, f"{place} is on the path but has no span"
-        known = [(item, before) for item in graph.predecessors(place) if (before := lookup(item)) is not None]
+    """Yield nodes backwards along the path, with the end of what each waited for longest (-inf for none)."""
+    node: RunNode | None = start
+    while node is not None:
+        span = lookup(node)
+        assert span is not None, f"{node} is on the path but has no span"
+        known = [(item, before) for item in graph.predecessors(node) if (before := lookup(item)) is not None]
         before_s = max((before.end_s for _, before in known), default=-math.inf)
-        yield place, span, before_s
+        yield node, span, before_s
         # Among equals the first: the stream's own predecessor.
         tolerance_s = _SAME_INSTANT * abs(before_s)
-        place = next((item for item, before in known if before.end_s >= before_s - tolerance_s), None)
+        node = next((item for item, before in known if before.end_s >= before_s - tolerance_s), None)
 
 
 def _tiles(
@@ -297,11 +295,11 @@ def _tiles(
 def _periodic_lookup(timeline: Timeline, repeat: Repeat, rank: int) -> Lookup:
     listed = {(span.step, span.instruction): span for span in timeline.periodic_spans(rank)}
 
-    def lookup(place: RunNode) -> Span | None:
-        rounds, offset = divmod(place.position - 1 - repeat.first_step, repeat.num_steps)
+    def lookup(node: RunNode) -> Span | None:
+        rounds, offset = divmod(node.position - 1 - repeat.first_step, repeat.num_steps)
         # Times are taken relative to a far position, where doubles still tell picoseconds apart.
         rounds -= _ENDLESS // repeat.num_steps
-        span = listed.get((repeat.first_step + offset, place.instruction))
+        span = listed.get((repeat.first_step + offset, node.instruction))
         return None if span is None else span.shifted(rounds * repeat.period_s, rounds * repeat.num_steps)
 
     return lookup
@@ -316,8 +314,8 @@ def _spans_by_node(timeline: Timeline, graph: StepGraph, rank: int) -> dict[RunN
     if not spans:
         message = f"timeline of {timeline.program} has no spans of rank {rank}"
         raise TimelineError(message, hint=f"it has ranks {', '.join(map(str, timeline.ranks)) or 'none'}")
-    for place, span in spans.items():
-        if not graph.has(place):
+    for node, span in spans.items():
+        if not graph.has(node):
             message = f"the timeline has a span of {span.phase}/{span.instruction}, which program "
             message += f"{graph.program.name} does not have"
             raise TimelineError(message, hint="give the program that the timeline belongs to")
@@ -325,7 +323,7 @@ def _spans_by_node(timeline: Timeline, graph: StepGraph, rank: int) -> dict[RunN
 
 
 def _latest(spans: dict[RunNode, Span], timeline: Timeline, rank: int, step: int | None = None) -> RunNode:
-    """Return the place that ends last, in the run or in one of its steps."""
+    """Return the node that ends last, in the run or in one of its steps."""
     chosen = [
         item for item in spans.items() if step is None or (item[1].phase == "step" and item[1].step == step)
     ]

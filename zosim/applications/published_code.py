@@ -52,12 +52,12 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
     """
     writer = _Writer(plan, decays=decays)
     step = [
-        replace(item, work=writer.work(item, program.step[place + 1 :]))
-        for place, item in enumerate(program.step)
+        replace(item, work=writer.work(item, program.step[index + 1 :]))
+        for index, item in enumerate(program.step)
     ]
     flush = [
-        replace(item, work=writer.work(item, program.flush[place + 1 :]))
-        for place, item in enumerate(program.flush)
+        replace(item, work=writer.work(item, program.flush[index + 1 :]))
+        for index, item in enumerate(program.flush)
     ]
     if plan.copies_overlap:
         step = list(_behind_launches(step) if prefetches else _without_prefetch(step))

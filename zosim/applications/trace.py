@@ -227,11 +227,11 @@ def _arrows(timeline: Timeline, program: Program, rank: int) -> Iterator[Event]:
         if span.rank == rank
     }
     number = 0
-    for place, target in spans.items():
-        if not graph.has(place):
+    for node, target in spans.items():
+        if not graph.has(node):
             message = f"program {program.name} has no {target.phase}/{target.instruction}"
             raise TimelineError(message, hint="give the program that the timeline belongs to")
-        for before in graph.waits_for(place):
+        for before in graph.waits_for(node):
             source = spans.get(before)
             if source is not None and source.stream != target.stream:
                 number += 1

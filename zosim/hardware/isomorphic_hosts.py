@@ -19,12 +19,12 @@ class IsomorphicHosts:
         for node in topology.nodes:
             if node.host is not None:
                 members.setdefault(node.host, []).append(node.id)
-        places = {name: (host, place) for host, names in members.items() for place, name in enumerate(names)}
+        indices = {name: (host, index) for host, names in members.items() for index, name in enumerate(names)}
         joined: dict[str, list[Hashable]] = {host: [] for host in members}
 
         def join(source: str, target: str, key: Hashable) -> None:
             """Note what joins two nodes, by their places, if they are of one host."""
-            one, other = places.get(source), places.get(target)
+            one, other = indices.get(source), indices.get(target)
             if one and other and one[0] == other[0]:
                 joined[one[0]].append((one[1], other[1], key))
 

@@ -131,7 +131,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Ring(Hop):
-    """A rank's place in the ring of a group: the path to the next rank, which keeps pace with the slowest hop of the ring.
+    """A rank's position in the ring of a group: the path to the next rank, which keeps pace with the slowest hop of the ring.
 
     Attributes
     ----------
@@ -265,28 +265,28 @@ class Machine:
     @cached_property
     def shape(self) -> tuple[object, ...]:
         """The machine without the names of its resources: equal where machines differ in nothing else."""
-        place = {name: number for number, name in enumerate(self.capacities)}
+        index = {name: number for number, name in enumerate(self.capacities)}
         return (
             id(self.profile),
             tuple(self.capacities.values()),
-            tuple(sorted(place[name] for name in self.fifo)),
+            tuple(sorted(index[name] for name in self.fifo)),
             tuple(
-                (direction, tuple(place[name] for name in route))
+                (direction, tuple(index[name] for name in route))
                 for known in (self.routes, self.far_routes)
                 for direction, route in known.items()
             ),
             self.far_share,
             tuple(self.wires.items()),
-            tuple(place.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
+            tuple(index.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
             tuple(
-                (name, replace(path, uses=tuple((str(place[item]), part) for item, part in path.uses)))
+                (name, replace(path, uses=tuple((str(index[item]), part) for item, part in path.uses)))
                 for paths in (self.rings, self.channels, self.host_channels)
                 for name, path in paths.items()
             ),
             None
             if self.drives is None
             else tuple(
-                tuple((place[name], part) for name, part in uses)
+                tuple((index[name], part) for name, part in uses)
                 for uses in (self.drives.reads, self.drives.writes)
             ),
         )

@@ -200,20 +200,20 @@ class _Builder:
         than others let fewer rings through.
         """
         hosts: dict[str, list[int]] = {}
-        for place, device in enumerate(devices):
+        for position, device in enumerate(devices):
             if self._topology.node(device).type != "gpu":
                 return None
-            hosts.setdefault(self._topology.host_of(device).id, []).append(place)
+            hosts.setdefault(self._topology.host_of(device).id, []).append(position)
         members = list(hosts.values())
-        num_rings = min(len(places) for places in members)
+        num_rings = min(len(positions) for positions in members)
         if len(members) == 1 or num_rings == 1:
             return None
         sends: list[dict[str, float]] = [{} for _ in devices]
         latency_s, bandwidth = 0.0, math.inf
-        for number, places in enumerate(members):
+        for number, positions in enumerate(members):
             following = members[(number + 1) % len(members)]
             rails: dict[str, float] = {}
-            for here, there in zip(places[:num_rings], following[:num_rings], strict=True):
+            for here, there in zip(positions[:num_rings], following[:num_rings], strict=True):
                 across = self._hop(self._profiles[part[here]], devices[here], devices[there])
                 narrowest = min(
                     (name for name, _ in across.uses),
@@ -224,23 +224,23 @@ class _Builder:
                 for name, _ in across.uses:
                     sends[here][name] = sends[here].get(name, 0.0) + 1 / num_rings
             bandwidth = min(bandwidth, sum(rails.values()))
-            ring = [devices[place] for place in places]
+            ring = [devices[position] for position in positions]
             within = self._over_nvlinks(ring) or [
-                self._hop(self._profiles[part[place]], *ends)
-                for place, ends in zip(places, itertools.pairwise((*ring, ring[0])), strict=True)
+                self._hop(self._profiles[part[position]], *ends)
+                for position, ends in zip(positions, itertools.pairwise((*ring, ring[0])), strict=True)
             ]
             bandwidth = min(bandwidth, *(hop.bandwidth_bytes_per_s for hop in within))
-            for place, hop in zip(places, within, strict=True):
+            for position, hop in zip(positions, within, strict=True):
                 for name, share in hop.uses:
-                    sends[place][name] = sends[place].get(name, 0.0) + share
+                    sends[position][name] = sends[position].get(name, 0.0) + share
         return [Hop(latency_s, bandwidth, tuple(taken.items()), "network") for taken in sends]
 
     def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
         """Yield every member with the offset of each neighbour, and the hops there and back, of each kind."""
-        for place, rank in enumerate(part):
+        for position, rank in enumerate(part):
             for offset in _NEIGHBOURS:
-                if 0 <= place + offset < len(part):
-                    other = part[place + offset]
+                if 0 <= position + offset < len(part):
+                    other = part[position + offset]
                     here, there = self._devices[rank], self._devices[other]
                     sent = self._hops_between(self._profiles[rank], here, there)
                     yield rank, offset, sent, self._hops_between(self._profiles[other], there, here)
@@ -298,14 +298,17 @@ class _Builder:
 
     def _rings_of(self, devices: tuple[str, ...]) -> tuple[RingSet, dict[str, Link]]:
         """Return the rings over GPUs of one host with their links; boards that are joined alike are searched once."""
-        place = {device: number for number, device in enumerate(devices)}
+        position = {device: number for number, device in enumerate(devices)}
         links = tuple(
             link
             for link in self._nvlinks(self._topology.host_of(devices[0]).id)
-            if link.source in place and link.target in place
+            if link.source in position and link.target in position
         )
         figures = attrgetter("count", "bandwidth_bytes_per_s", "latency_s")
-        board = len(devices), tuple((place[link.source], place[link.target], figures(link)) for link in links)
+        board = (
+            len(devices),
+            tuple((position[link.source], position[link.target], figures(link)) for link in links),
+        )
         if board not in self._known.rings_alike:
             self._known.rings_alike[board] = edge_disjoint_rings(self._topology, devices), links
         alike_rings, alike = self._known.rings_alike[board]

@@ -114,7 +114,7 @@ def lower_all(plan: Plan) -> ProgramSet:
             plan.eval_points_of(rank),
             len(plan.rows_of(rank)),
         )
-        # Ranks that agree in these do the same, whatever their place in the mesh.
+        # Ranks that agree in these do the same, whatever their position in the mesh.
         role = (stage, eval_points, num_rows, *(of[rank] for of in sizes.values()))
         if role not in roles:
             roles[role] = len(programs)

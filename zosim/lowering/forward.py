@@ -7,8 +7,8 @@ What the forward of a block at ``+ε`` reads and leaves:
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
 >>> from zosim.plans import Placement, Plan
->>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
->>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place)
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=placement)
 >>> forward = next(item for item in lower(plan).step if item.id == "block.3/forward[q0+]")
 >>> [str(access.what) for access in forward.reads], [str(access.what) for access in forward.writes]
 (['block.3@q0+', 'block.2:out@q0+'], ['block.3:out@q0+'])

@@ -8,8 +8,8 @@ both know those of the whole batch, and make the same projected gradient of them
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
 >>> from zosim.plans import Mesh, Placement, Plan
->>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
->>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=place)
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=placement)
 >>> for item in lower(plan).step:
 ...     if item.label in ("scalar", "exchange"):
 ...         print(

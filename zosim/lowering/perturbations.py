@@ -7,10 +7,12 @@ Sequential draws read the state that the draw before has left; keyed draws need 
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
 >>> from zosim.plans import Placement, Plan
->>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> for rng in ("mezo", "counter"):
 ...     axis = PerturbationsAxis(rng=rng)
-...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, perturbations=axis)
+...     plan = Plan(
+...         model=read_model_spec("opt-125m"), batch=1, seq=16, placement=placement, perturbations=axis
+...     )
 ...     draw = next(item for item in lower(plan).step if item.id == "block.1/sample[q0]")
 ...     print(
 ...         rng,
@@ -299,11 +301,11 @@ class Perturbations(AxisWriter):
 
     def _remember(self, target: Access) -> None:
         """Note that a perturbation is there, and that what shared bytes with it no longer is."""
-        places = self._sampled_in[target.buffer]
-        for access in places.over(target.offset_bytes, target.end_bytes):
+        samples = self._sampled_in[target.buffer]
+        for access in samples.over(target.offset_bytes, target.end_bytes):
             if access is not None and self._sampled.get((access.what, access.step)) is access:
                 del self._sampled[access.what, access.step]
-        places.put(target.offset_bytes, target.end_bytes, target)
+        samples.put(target.offset_bytes, target.end_bytes, target)
         self._sampled[target.what, target.step] = target
 
     def _operation(
@@ -532,8 +534,8 @@ def _sampled_late(plan: Plan, segments: Sequence[str]) -> list[ParamGroup]:
     own = [group for group in sampling_order(plan) if group.name in turns]
     return [
         group
-        for place, group in enumerate(own)
-        if any(turns[behind.name] < turns[group.name] for behind in own[place + 1 :])
+        for index, group in enumerate(own)
+        if any(turns[behind.name] < turns[group.name] for behind in own[index + 1 :])
     ]
 
 
@@ -564,10 +566,10 @@ def passing_work(num_elements: int, perturbations: PerturbationsAxis, dtype: DTy
     )
 
 
-def _num_touched(num_places: float, num_balls: int) -> float:
+def _num_touched(num_rows: float, num_balls: int) -> float:
     """Return how many of some places are expected to be hit by balls that fall on each alike."""
     # n·(1 - (1 - 1/n)^k), which keeps its digits where 1/n is small.
-    return num_places * -expm1(num_balls * log1p(-1 / num_places)) if num_places > 1 else 1.0
+    return num_rows * -expm1(num_balls * log1p(-1 / num_rows)) if num_rows > 1 else 1.0
 
 
 def _kept(group: ParamGroup, perturbation: int) -> str:

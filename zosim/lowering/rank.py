@@ -7,8 +7,8 @@ The second of two stages, with half of the sequences:
 >>> from costmodel import read_model_spec
 >>> from zosim.plans import Mesh, Placement, Split
 >>> axes = {"mesh": Mesh(data=2, stage=2), "split": Split(split_points=("block.9",))}
->>> place = Placement(topology="cpu-laptop", devices=("cpu0",) * 4)
->>> plan = Plan(model=read_model_spec("opt-125m"), batch=6, seq=16, placement=place, **axes)
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0",) * 4)
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=6, seq=16, placement=placement, **axes)
 >>> rank = Rank(plan, number=1)
 >>> rank.segments, rank.num_sequences, rank.is_first_stage
 (('block.10', 'block.11', 'head'), 3, False)

@@ -7,12 +7,12 @@ may start up to 63 bytes late to be aligned, together a multiple of 64 bytes.
 
 >>> from costmodel import read_model_spec
 >>> from zosim.plans import Placement, Plan, Residency
->>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> plan = Plan(
 ...     model=read_model_spec("opt-125m"),
 ...     batch=1,
 ...     seq=16,
-...     placement=place,
+...     placement=placement,
 ...     residency=Residency(blocks="offloaded"),
 ... )
 >>> listing = Listing()
@@ -95,8 +95,8 @@ class Homes(AxisWriter):
     def is_offloaded(self, group: ParamGroup) -> bool:
         """Whether `group` lives on the host, or on its drive."""
         residency = self._plan.residency
-        place = residency.embedding_and_head if is_embedding_or_head(group.segments[0]) else residency.blocks
-        return place != "resident"
+        home = residency.embedding_and_head if is_embedding_or_head(group.segments[0]) else residency.blocks
+        return home != "resident"
 
     def _on_disk(self, segment: str) -> int | None:
         """Return the number of the block of `segment` among those on the drive, if it is one."""
@@ -138,7 +138,7 @@ class Homes(AxisWriter):
             else str(block_index(segment) % self._plan.residency.num_staging_buffers)
         )
 
-    def place(self, group: ParamGroup, segment: str) -> str:
+    def buffer_of(self, group: ParamGroup, segment: str) -> str:
         """Return the device buffer in which `segment` finds `group` at its turn."""
         return self.staging_buffer(segment) if self.is_offloaded(group) else self.home(group)
 

@@ -8,10 +8,13 @@ Two orders of the same forwards, of a model with two blocks and two perturbation
 >>> from zosim.simulators.shortening import shortened
 >>> from zosim.program.operations import Forward
 >>> from zosim.plans import Estimator, Placement, Schedule
->>> model, place = shortened(read_model_spec("opt-125m")), Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> model, placement = (
+...     shortened(read_model_spec("opt-125m")),
+...     Placement(topology="cpu-laptop", devices=("cpu0",)),
+... )
 >>> for traversal in ("full", "blockwise"):
 ...     axes = {"schedule": Schedule(traversal=traversal), "estimator": Estimator(num_perturbations=2)}
-...     writer = StepWriter(Plan(model=model, batch=1, seq=16, placement=place, **axes))
+...     writer = StepWriter(Plan(model=model, batch=1, seq=16, placement=placement, **axes))
 ...     writer.write_step()
 ...     order = [
 ...         i.op for i in writer.instructions if isinstance(i.op, Forward) and i.segment.startswith("block")

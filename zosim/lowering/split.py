@@ -8,9 +8,9 @@ A message has a byte for each of 16 tokens x 768 numbers, and a header.
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
 >>> from zosim.plans import Mesh, Placement, Split
->>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
 >>> stages = {"mesh": Mesh(stage=2), "split": Split(split_points=("block.5",), residual_codec="q8")}
->>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, **stages)
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=placement, **stages)
 >>> for rank in (0, 1):
 ...     items = [
 ...         item for item in lower(plan, rank).step if item.label in ("encode", "send", "recv", "decode")

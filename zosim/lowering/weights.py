@@ -10,10 +10,10 @@ sign on its own, from weights that stay as they are.
 >>> from costmodel import read_model_spec
 >>> from zosim.lowering import lower
 >>> from zosim.plans import Placement, Plan, Weights
->>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> for perturbation in ("serial", "copies"):
 ...     weights = Weights(perturbation=perturbation)
-...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place, weights=weights)
+...     plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=placement, weights=weights)
 ...     for item in lower(plan).step:
 ...         if item.segment == "block.0" and isinstance(item.op, Perturb):
 ...             print(
@@ -129,9 +129,9 @@ class EvalPoints(AxisWriter):
         # Copies that are written ahead take turns in two buffers.
         number = self._take_turn(segment, leap.eval_point)
         for group in groups:
-            place = self._homes.place(group, segment)
-            read = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.before))
-            left = self._homes.trainable(group, place, 0, ParamGroupWeights(group.name, leap.eval_point))
+            buffer = self._homes.buffer_of(group, segment)
+            read = self._homes.trainable(group, buffer, 0, ParamGroupWeights(group.name, leap.before))
+            left = self._homes.trainable(group, buffer, 0, ParamGroupWeights(group.name, leap.eval_point))
             if self.are_copies:
                 left = self._copy(group, segment, leap.eval_point, number)
                 self._copies[group.name, leap.eval_point] = left
@@ -139,15 +139,15 @@ class EvalPoints(AxisWriter):
 
     def weights(self, group: ParamGroup, segment: str, eval_point: EvalPoint) -> tuple[Access, ...]:
         """Return what a forward of `segment` at `eval_point` reads of `group`."""
-        place = self._homes.place(group, segment)
+        buffer = self._homes.buffer_of(group, segment)
         if eval_point.is_perturbed and self._rank.has_side_path(group):
             return (
-                *self._homes.weights(group, place, 0),
+                *self._homes.weights(group, buffer, 0),
                 self._perturbations.sampled(group, eval_point.perturbation),
             )
         if not (self.are_copies and eval_point.is_perturbed and group.num_trainable):
-            return self._homes.weights(group, place, 0, eval_point)
-        return (*self._homes.frozen(group, place), self._copies[group.name, eval_point])
+            return self._homes.weights(group, buffer, 0, eval_point)
+        return (*self._homes.frozen(group, buffer), self._copies[group.name, eval_point])
 
     def leaves_changed(self, segment: str) -> bool:
         """Whether a visit of a step leaves parameters of `segment` in other bits than they came in."""
@@ -262,7 +262,7 @@ class EvalPoints(AxisWriter):
     def update(self, group: ParamGroup, segment: str, *, step: int) -> None:
         """Write the update of `group` with the projected gradients of `step`, one perturbation after the other."""
         num_perturbations = self._plan.estimator.num_perturbations
-        place = self._homes.place(group, segment)
+        buffer = self._homes.buffer_of(group, segment)
         divisor = self._storage.update_divisor
         for perturbation in range(num_perturbations):
             z = self._perturbations.sample(
@@ -278,8 +278,8 @@ class EvalPoints(AxisWriter):
             # Between the updates of two perturbations weights are in a state of their own, which nothing but the next may read.
             before = ParamGroupWeights(group.name, updated_to=perturbation - 1 if perturbation else None)
             after = ParamGroupWeights(group.name, updated_to=None if is_last else perturbation)
-            read = self._homes.trainable(group, place, step, before)
-            left = self._homes.trainable(group, place, step + is_last, after)
+            read = self._homes.trainable(group, buffer, step, before)
+            left = self._homes.trainable(group, buffer, step + is_last, after)
             added = self._sum(group, perturbation - 1, step) if perturbation else ()
             adding = () if is_last else self._sum(group, perturbation, step)
             work = self._update_work(group, is_summed=bool(adding))

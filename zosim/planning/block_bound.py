@@ -16,11 +16,11 @@ The lower bound of the twelve blocks of OPT-125M is made of the instructions of 
 >>> from zosim.planning.predict import PlannedRun
 >>> from zosim.plans import Placement, Residency
 >>> topology, model = load_preset("a100-80gb-milan"), read_model_spec("opt-125m")
->>> place, profile = (
+>>> placement, profile = (
 ...     Placement(topology="a100-80gb-milan", devices=("gpu0",)),
 ...     datasheet_profile(topology, "gpu0"),
 ... )
->>> plan = Plan(model=model, batch=1, seq=128, placement=place, residency=Residency(blocks="offloaded"))
+>>> plan = Plan(model=model, batch=1, seq=128, placement=placement, residency=Residency(blocks="offloaded"))
 >>> bound = BlockBounder(model).bound(plan, 0, Machine.from_topology(topology, "gpu0", profile))
 >>> planned = PlannedRun(plan, topology, profile)
 >>> round(bound.period_s / planned.step_time_s, 9), bound.footprint == planned.footprint
@@ -201,7 +201,7 @@ class BlockBounder:
 def _part(plan: Plan, rank: int) -> Hashable:
     """Return what decides what a rank does, apart from the number of staging buffers.
 
-    Of its place in the mesh these are its points, sequences and segments; and among how many ranks.
+    Of its position in the mesh these are its points, sequences and segments; and among how many ranks.
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     eval_points = plan.eval_points_of(rank)

@@ -93,8 +93,8 @@ class BlockGraph:
         self.num_staging_buffers = num_staging_buffers
         # Losses are exchanged last; what blocks gather on one host is no peer stage's.
         collectives = (
-            (place, number)
-            for place, execution in enumerate(executions)
+            (index, number)
+            for index, execution in enumerate(executions)
             for number, item in enumerate(execution.instructions)
             if isinstance(item.op, Collective) and execution.count == 1
         )
@@ -109,8 +109,8 @@ class BlockGraph:
         self._first_in_buffer: list[tuple[list[Edge], int, int | None]] = []
         self.tables: list[list[list[Node]]] = []
         position = 1
-        for place, execution in enumerate(executions):
-            nodes = self._inside(place, position)
+        for index, execution in enumerate(executions):
+            nodes = self._inside(index, position)
             self.tables.append(list(self._tables(execution, nodes, position)))
             position += execution.count
         # Losses are read when compute has ended: every stream of the next step waits for that.
@@ -122,17 +122,17 @@ class BlockGraph:
         for edges, entered, staging_buffer in self._first_in_buffer:
             edges.extend(_edges(position + entered, self._in_buffer[staging_buffer].values()))
 
-    def _inside(self, place: int, position: int) -> dict[int, list[Edge]]:
+    def _inside(self, index: int, position: int) -> dict[int, list[Edge]]:
         """Return the nodes of an execution, and what they wait for in it and of messages."""
         nodes: dict[int, list[Edge]] = {}
         numbers: dict[str, int] = {}
         on_stream: dict[Stream, int] = {}
-        for number, item in enumerate(self.executions[place].instructions):
+        for number, item in enumerate(self.executions[index].instructions):
             edges = [(0, numbers[before.instruction]) for before in item.after]
             if item.stream in on_stream:
                 edges.append((0, on_stream[item.stream]))
             numbers[item.id] = on_stream[item.stream] = number
-            peer = _EXCHANGE if (place, number) == self.exchange else None
+            peer = _EXCHANGE if (index, number) == self.exchange else None
             if isinstance(item.op, Send):
                 self.sends.append((position, number))
             elif isinstance(item.op, Recv):
@@ -182,8 +182,8 @@ class BlockGraph:
                 }
 
 
-def _edges(position: int, places: Iterable[Edge]) -> list[Edge]:
-    return [(position - there, number) for there, number in places]
+def _edges(position: int, edges: Iterable[Edge]) -> list[Edge]:
+    return [(position - there, number) for there, number in edges]
 
 
 Seconds = Sequence[Sequence[float]]

@@ -14,8 +14,8 @@ What is known of MeZO's plan for OPT-13B on a GPU with 80 GB before it is lowere
 >>> from zosim.planning.request import Hardware, Request
 >>> hardware = Hardware(topology, "a100-80gb-milan", "gpu0", datasheet_profile(topology, "gpu0"))
 >>> request = Request(PlanConfig(model=model, search=Search(max_device_bytes=2**34)), hardware)
->>> place = Placement(topology="a100-80gb-milan", devices=("gpu0",))
->>> bound = Bounds(request).of(Plan(model=model, batch=1, seq=2048, placement=place))
+>>> placement = Placement(topology="a100-80gb-milan", devices=("gpu0",))
+>>> bound = Bounds(request).of(Plan(model=model, batch=1, seq=2048, placement=placement))
 >>> print(bound.missing.partition(": ")[0])
 needs 50.84 GiB of device memory, 34.84 GiB more than 16 GiB
 """

@@ -6,8 +6,8 @@ Host memory holds five of twelve blocks:
 
 >>> from costmodel import read_model_spec
 >>> from zosim.plans import Placement
->>> place = Placement(topology="cpu-laptop", devices=("cpu0",))
->>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=place)
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0",))
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=placement)
 >>> few = fewest_on_disk(plan, lambda plan: 12 - (plan.residency.num_disk_blocks or 12) <= 5)
 >>> few.residency.num_disk_blocks
 7
@@ -45,5 +45,5 @@ def fewest_on_disk(plan: Plan, fits: Callable[[Plan], bool]) -> Plan | None:
         return plan.model_copy(update={"residency": residency})
 
     counts = range(1, num_blocks + 1)
-    place = bisect_left(counts, True, key=lambda count: fits(spilled(count)))
-    return spilled(counts[place]) if place < num_blocks else None
+    index = bisect_left(counts, True, key=lambda count: fits(spilled(count)))
+    return spilled(counts[index]) if index < num_blocks else None

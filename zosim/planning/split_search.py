@@ -145,8 +145,8 @@ class Costs:
     @cached_property
     def ends(self) -> dict[str, int]:
         """For every split point, how many of the whole model's segments are before it."""
-        place = {segment: number for number, segment in enumerate(self.whole.segments)}
-        return {split_point: place[last_before(split_point, place)] + 1 for split_point in self.names}
+        position = {segment: number for number, segment in enumerate(self.whole.segments)}
+        return {split_point: position[last_before(split_point, position)] + 1 for split_point in self.names}
 
     def seconds(self, pipeline: PlacedPipeline, stage: int = 0) -> SegmentSeconds:
         """Return the seconds of every segment on the device of a stage."""
@@ -331,10 +331,10 @@ class Ranking:
             before.append(chosen)
         if not np.isfinite(cheapest[-1][0][last]):
             return ()
-        places: list[int] = [last]
+        boundaries: list[int] = [last]
         for chosen in reversed(before):
-            places.append(int(chosen[places[-1]]))
-        return tuple(names[place - 1] for place in reversed(places[1:]))
+            boundaries.append(int(chosen[boundaries[-1]]))
+        return tuple(names[boundary - 1] for boundary in reversed(boundaries[1:]))
 
     def _tables(self, names: Sequence[str]) -> list[_CostTable]:
         """Return what each stage costs on its device."""
@@ -373,9 +373,9 @@ class Ranking:
         stages = list(
             zip(self._tables(split_points), itertools.pairwise(range(len(split_points) + 2)), strict=True)
         )
-        busy_s = max(table.busy_s[place] for table, place in stages)
-        eval_point_s = max(table.eval_point_s[place] for table, place in stages)
-        sent_s = sum(table.forward_s[place] for table, place in stages) + stages[0][0].boundary_s.sum()
+        busy_s = max(table.busy_s[span] for table, span in stages)
+        eval_point_s = max(table.eval_point_s[span] for table, span in stages)
+        sent_s = sum(table.forward_s[span] for table, span in stages) + stages[0][0].boundary_s.sum()
         return float(max(busy_s, sent_s + (self._pipeline.num_eval_points - 1) * eval_point_s))
 
     def least_s(self, split_points: Sequence[str]) -> float:
@@ -392,9 +392,7 @@ class Ranking:
     def weight_bytes(self, split_points: Sequence[str]) -> list[float]:
         """Return the weights of every stage."""
         table = self._table(split_points)
-        return [
-            float(table.weight_bytes[place]) for place in itertools.pairwise(range(len(split_points) + 2))
-        ]
+        return [float(table.weight_bytes[span]) for span in itertools.pairwise(range(len(split_points) + 2))]
 
     def fits(self, split_points: Sequence[str], limits_bytes: Sequence[float] = ()) -> bool:
         """Whether the weights of every stage are within its limit."""
@@ -489,10 +487,10 @@ class _CostTable:
 
     Attributes
     ----------
-    busy_s, eval_point_s, weight_bytes, forward_s : array of shape (num_places, num_places)
+    busy_s, eval_point_s, weight_bytes, forward_s : array of shape (num_boundaries, num_boundaries)
         Of a stage from the one place to the other: seconds of a step, seconds for one evaluation point, its weights, and
         seconds of forwards alone.
-    boundary_s : array of shape (num_places,)
+    boundary_s : array of shape (num_boundaries,)
         Of one message across each place; 0 at both ends.
     total_s : float
         Of one point through the whole model.

@@ -168,8 +168,8 @@ def _relaxed(point: Mapping[_Field, Any], tried: Mapping[_Field, tuple[Any, ...]
     """Return the point of which `point` is a restriction: less is copied, or with one staging buffer more; itself if there is none."""
     if point.get(_ENDS) == "offloaded":
         return {**point, _ENDS: "resident"}
-    if _BUFFERS in point and (place := tried[_BUFFERS].index(point[_BUFFERS])):
-        return {**point, _BUFFERS: tried[_BUFFERS][place - 1]}
+    if _BUFFERS in point and (index := tried[_BUFFERS].index(point[_BUFFERS])):
+        return {**point, _BUFFERS: tried[_BUFFERS][index - 1]}
     stays = {field: value for field, value in point.items() if field not in _OF_MOVES}
     return {**stays, _BLOCKS: "resident"}
 

@@ -26,7 +26,7 @@ class Pair:
     ----------
     roles, ranks : tuple of int
     offsets : mapping of str to int
-        Groups in which the two are together, with the place of the second less that of the first.
+        Groups in which the two are together, with the position of the second less that of the first.
     """
 
     roles: tuple[int, int]
@@ -46,13 +46,15 @@ def pairs(programs: ProgramSet) -> Iterator[Pair]:
     seen: set[tuple[tuple[int, int], tuple[tuple[str, int], ...]]] = set()
     representatives: dict[tuple[int, ...], list[int]] = defaultdict(list)
     # Part and place of each rank, in groups that make it meet others.
-    places = {
-        name: {rank: (part[0], place) for part in parts if len(part) > 1 for place, rank in enumerate(part)}
+    positions = {
+        name: {
+            rank: (part[0], position) for part in parts if len(part) > 1 for position, rank in enumerate(part)
+        }
         for name, parts in sorted(programs.process_groups.items())
     }
     for rank in range(programs.world_size):
         # Two members of a part with the same role are enough to stand for all of them.
-        part = tuple(known[rank][0] for name, known in places.items() if name != "world" and rank in known)
+        part = tuple(known[rank][0] for name, known in positions.items() if name != "world" and rank in known)
         alike = representatives[programs.roles[rank], *part]
         if len(alike) < 2:
             alike.append(rank)
@@ -61,7 +63,7 @@ def pairs(programs: ProgramSet) -> Iterator[Pair]:
         for second in ranks[position + 1 :]:
             offsets = {
                 name: known[second][1] - known[first][1]
-                for name, known in places.items()
+                for name, known in positions.items()
                 if first in known and second in known and known[first][0] == known[second][0]
             }
             roles = programs.roles[first], programs.roles[second]
@@ -158,14 +160,14 @@ class Joint:
         self._sides = sides
         self._pair = pair
         self._clocks: list[dict[int, tuple[int, ...]]] = [{}, {}]
-        self._places: list[dict[int, tuple[int, int]]] = [{}, {}]
+        self._positions: list[dict[int, tuple[int, int]]] = [{}, {}]
         self._waiting = [{stream: deque(items) for stream, items in side.streams.items()} for side in sides]
         self._latest: list[dict[Stream, tuple[int, ...]]] = [{}, {}]
         self._num_run = [dict.fromkeys(_STREAMS, 0), dict.fromkeys(_STREAMS, 0)]
 
     def ordered(self, earlier: tuple[int, int], later: tuple[int, int]) -> bool:
         """Whether instruction `earlier` (side, index) has finished whenever `later` starts."""
-        position, count = self._places[earlier[0]][earlier[1]]
+        position, count = self._positions[earlier[0]][earlier[1]]
         return self._clocks[later[0]][later[1]][position] >= count
 
     def run(self) -> None:
@@ -229,7 +231,7 @@ class Joint:
         count = self._num_run[number][stream]
         clock = (*before[:position], count, *before[position + 1 :])
         self._clocks[number][item.index] = self._latest[number][stream] = clock
-        self._places[number][item.index] = position, count
+        self._positions[number][item.index] = position, count
 
     def _clock_before(self, number: int, item: Listed) -> tuple[int, ...] | None:
         """Return what has happened when `item` starts; None while something that it waits for has not."""

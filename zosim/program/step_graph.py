@@ -103,7 +103,7 @@ class Rendezvous(NamedTuple):
     ----------
     process_group : str
     offset : int
-        Of a message, the receiver's place in the group less the sender's; 0 for a collective, in which all meet.
+        Of a message, the receiver's position in the group less the sender's; 0 for a collective, in which all meet.
     number : int
         How many such there are before it in its phase; ranks meet at those of equal numbers.
     sends : bool
@@ -137,7 +137,7 @@ class Channel(NamedTuple):
     ----------
     process_group : str
     offset : int
-        Of messages, the receiver's place in the group less the sender's; 0 of collectives, in which all meet.
+        Of messages, the receiver's position in the group less the sender's; 0 of collectives, in which all meet.
     sends : bool
         Whether this side sends.
     """
@@ -396,7 +396,7 @@ class StepGraph:
 
     @cached_property
     def listed(self) -> tuple[Listed, ...]:
-        """The run as one list, in which what an instruction waits for is a place and not a name.
+        """The run as one list, in which what an instruction waits for is a number and not a name.
 
         Raises
         ------
@@ -531,54 +531,54 @@ class StepGraph:
 
     # -- by name -----------------------------------------------------------------------------------------------
 
-    def has(self, place: RunNode) -> bool:
-        """Whether the run has an instruction at a place."""
-        in_run = 0 <= place.position <= self.num_steps + 1
-        return in_run and place.instruction in self.number[self.phase(place.position)]
+    def has(self, node: RunNode) -> bool:
+        """Whether the run has an instruction at a node."""
+        in_run = 0 <= node.position <= self.num_steps + 1
+        return in_run and node.instruction in self.number[self.phase(node.position)]
 
-    def instruction(self, place: RunNode) -> Instruction:
-        """Return the instruction at a place."""
-        return self.instructions(place.position)[self._number_of(place)]
+    def instruction(self, node: RunNode) -> Instruction:
+        """Return the instruction at a node."""
+        return self.instructions(node.position)[self._number_of(node)]
 
-    def rendezvous(self, place: RunNode) -> Rendezvous | None:
+    def rendezvous(self, node: RunNode) -> Rendezvous | None:
         """Return where an instruction meets those of other ranks, None if it is neither collective nor message."""
-        return self.rendezvous_of[self.phase(place.position)][self._number_of(place)]
+        return self.rendezvous_of[self.phase(node.position)][self._number_of(node)]
 
-    def opens_step(self, place: RunNode) -> bool:
-        """Whether a place is the first computation of a step, which the host prepares."""
-        return self.phase(place.position) == "step" and self._number_of(place) == self.opener
+    def opens_step(self, node: RunNode) -> bool:
+        """Whether a node is the first computation of a step, which the host prepares."""
+        return self.phase(node.position) == "step" and self._number_of(node) == self.opener
 
-    def predecessors(self, place: RunNode) -> tuple[RunNode, ...]:
+    def predecessors(self, node: RunNode) -> tuple[RunNode, ...]:
         """All of this rank that must finish before an instruction starts: its stream's predecessor first."""
-        number = self._number_of(place)
-        edges = self.before(place.position)[number]
-        if self.host_opens and self.opens_step(place):
-            edges = (*self.before(place.position)[self.host], *edges[1:])
-        return tuple(self._place(place.position, edge) for edge in edges)
+        number = self._number_of(node)
+        edges = self.before(node.position)[number]
+        if self.host_opens and self.opens_step(node):
+            edges = (*self.before(node.position)[self.host], *edges[1:])
+        return tuple(self._node(node.position, edge) for edge in edges)
 
-    def waits_for(self, place: RunNode) -> tuple[RunNode, ...]:
-        """Places of this rank named by the instruction's ``after``, those before the run left out."""
-        return tuple(there for process_group, there in self.awaited(place) if not process_group)
+    def waits_for(self, node: RunNode) -> tuple[RunNode, ...]:
+        """Nodes of this rank named by the instruction's ``after``, those before the run left out."""
+        return tuple(there for process_group, there in self.awaited(node) if not process_group)
 
-    def awaited(self, place: RunNode) -> list[tuple[str, RunNode]]:
-        """Places named by the instruction's ``after``, each with the group whose other members it is on, "" for this rank.
+    def awaited(self, node: RunNode) -> list[tuple[str, RunNode]]:
+        """Nodes named by the instruction's ``after``, each with the group whose other members it is on, "" for this rank.
 
         Those before the run are left out.
         """
         return [
-            (edge.process_group, RunNode(place.position - edge.distance, edge.instruction))
-            for edge in self.instruction(place).after
-            if self._is_in_run(place.position, edge.distance, edge.instruction)
+            (edge.process_group, RunNode(node.position - edge.distance, edge.instruction))
+            for edge in self.instruction(node).after
+            if self._is_in_run(node.position, edge.distance, edge.instruction)
         ]
 
-    def successor(self, place: RunNode) -> RunNode | None:
-        """Return the place just before this one on its stream, None for the first."""
-        edge = self.follows(place.position, self._number_of(place))
-        return None if edge is None else self._place(place.position, edge)
+    def successor(self, node: RunNode) -> RunNode | None:
+        """Return the node just before this one on its stream, None for the first."""
+        edge = self.follows(node.position, self._number_of(node))
+        return None if edge is None else self._node(node.position, edge)
 
-    def _number_of(self, place: RunNode) -> int:
-        return self.number[self.phase(place.position)][place.instruction]
+    def _number_of(self, node: RunNode) -> int:
+        return self.number[self.phase(node.position)][node.instruction]
 
-    def _place(self, position: int, edge: Edge) -> RunNode:
+    def _node(self, position: int, edge: Edge) -> RunNode:
         there = position - edge[0]
         return RunNode(there, self.ids[self.phase(there)][edge[1]])

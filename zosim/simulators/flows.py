@@ -227,12 +227,12 @@ class FlowTable:
     def _waiting(self, rows: Ints, resources: Ints) -> Ints:
         """Return the rows that are not the first to use each of their first-in-first-out resources."""
         queued = self._is_fifo[resources]
-        place = np.empty(len(self._running), dtype=np.intp)
+        queue_position = np.empty(len(self._running), dtype=np.intp)
         # Place of each row in the queue: by arrival, those of one instant by rank and stream.
-        place[np.lexsort((self._tie, self._arrival))] = np.arange(len(self._running))
+        queue_position[np.lexsort((self._tie, self._arrival))] = np.arange(len(self._running))
         first = np.full(len(self._capacity), len(self._running))
-        np.minimum.at(first, resources[queued], place[rows[queued]])
-        held = first[resources[queued]] != place[rows[queued]]
+        np.minimum.at(first, resources[queued], queue_position[rows[queued]])
+        held = first[resources[queued]] != queue_position[rows[queued]]
         return np.unique(rows[queued][held])
 
     def _entries(self, rows: Ints) -> Entries:

@@ -25,11 +25,11 @@ Two ranks that do the same on one CPU, whose cores and memory they share, are on
 >>> from zosim.hardware.machines import machines_for
 >>> from zosim.lowering import lower_all
 >>> from zosim.plans import Mesh, Placement, Plan
->>> place = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
->>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=place)
+>>> placement = Placement(topology="cpu-laptop", devices=("cpu0", "cpu0"))
+>>> plan = Plan(model=read_model_spec("opt-125m"), batch=2, seq=16, mesh=Mesh(data=2), placement=placement)
 >>> topology, programs = load_preset("cpu-laptop"), lower_all(plan)
 >>> profile = datasheet_profile(topology, "cpu0")
->>> world = World.of(programs, machines_for(topology, place.devices, profile, programs.process_groups))
+>>> world = World.of(programs, machines_for(topology, placement.devices, profile, programs.process_groups))
 >>> world.size, sorted(world.capacities)
 (2, ['dram0', 'host0:cores'])
 >>> fold(world).size, fold(world).counts
@@ -108,9 +108,9 @@ class _RankClasses:
             key = world.template_of[rank], limiting
             if key not in known:
                 known[key] = self._rank_class(world.template(rank), limiting)
-            rank_class, places = known[key]
+            rank_class, indices = known[key]
             self.rank_class.append(rank_class)
-            self.resources.append(tuple(listed[place] for place in places))
+            self.resources.append(tuple(listed[index] for index in indices))
 
     def _rank_class(self, template: Template, limiting: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """Return the number of a kind, and the places of the resources that it uses."""
@@ -138,16 +138,16 @@ def _refined(world: World, plain: _RankClasses) -> _Partition:
     """Return the coarsest partition in which equals see equals."""
     users: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, names in enumerate(plain.resources):
-        for place, name in enumerate(names):
-            users[name].append((rank, place))
+        for index, name in enumerate(names):
+            users[name].append((rank, index))
     # Equal arrivals at a queue are served in the order of ranks, so those who share one are not alike.
     queues = [{rank for rank, _ in users[name]} for name in users if name in world.fifo]
     apart = set().union(*(ranks for ranks in queues if len(ranks) > 1))
-    places = _places(world)
+    indices = _positions(world)
     partition = _Partition(
         _numbered(
             [
-                (rank_class, rank if rank in apart else -1, tuple(map(names.index, names)), places[rank])
+                (rank_class, rank if rank in apart else -1, tuple(map(names.index, names)), indices[rank])
                 for rank, (rank_class, names) in enumerate(
                     zip(plain.rank_class, plain.resources, strict=True)
                 )
@@ -167,17 +167,17 @@ def _refined(world: World, plain: _RankClasses) -> _Partition:
     return partition
 
 
-def _places(world: World) -> list[tuple[int, ...]]:
-    """Return each rank's place in the groups along which messages go: whom it sends to depends on it."""
+def _positions(world: World) -> list[tuple[int, ...]]:
+    """Return each rank's position in the groups along which messages go: whom it sends to depends on it."""
     channels = {
         channel_of(item) for template in world.templates for _, item in template.program.instructions()
     }
     names = sorted({channel.process_group for channel in channels if channel is not None and channel.offset})
     process_groups = [world.process_groups[name] for name in names]
-    place: list[dict[int, int]] = [
+    index: list[dict[int, int]] = [
         {rank: number for part in group.parts for number, rank in enumerate(part)} for group in process_groups
     ]
-    return [tuple(of[rank] for of in place) for rank in range(world.size)]
+    return [tuple(of[rank] for of in index) for rank in range(world.size)]
 
 
 def _finer(
@@ -185,7 +185,7 @@ def _finer(
 ) -> _Partition:
     # A resource sees the colours of those who use it, and as which of their resources.
     seen_by_resource = [
-        (partition.resources[name], tuple(sorted((partition.ranks[rank], place) for rank, place in using)))
+        (partition.resources[name], tuple(sorted((partition.ranks[rank], index) for rank, index in using)))
         for name, using in users.items()
     ]
     resources = dict(zip(users, _numbered(seen_by_resource), strict=True))
@@ -221,13 +221,13 @@ def _multiplied(world: World, plain: _RankClasses, partition: _Partition, rank: 
     for name, colour in partition.resources.items():
         representative.setdefault(colour, name)
     sharers: Counter[tuple[int, str]] = Counter(
-        (place, name)
+        (index, name)
         for other, colour in enumerate(partition.ranks)
         if colour == partition.ranks[rank]
-        for place, name in enumerate(plain.resources[other])
+        for index, name in enumerate(plain.resources[other])
     )
     # What the representative takes of a resource counts for all of its class that take from it.
-    times = {name: sharers[place, name] for place, name in enumerate(names)}
+    times = {name: sharers[index, name] for index, name in enumerate(names)}
     activities = template.taking(
         lambda activity: tuple(
             (representative[partition.resources[own[name]]], use * times[own[name]])

@@ -1,6 +1,6 @@
 """Who waits for whom in a run of several ranks: their step graphs, joined where ranks meet and where one waits for its peers.
 
-A simulator that runs ranks as processes asks by rank and place. The closed form asks by number, as of one rank's
+A simulator that runs ranks as processes asks by rank and node. The closed form asks by number, as of one rank's
 :class:`~zosim.program.step_graph.StepGraph`: nodes at a position are the instructions of all ranks, those that start and end together one
 node, and edges are ``(positions before, number)``.
 """
@@ -120,23 +120,23 @@ class RunGraph:
 
     # -- by name -----------------------------------------------------------------------------------------------
 
-    def awaited(self, rank: int, place: RunNode) -> Iterator[tuple[int, RunNode]]:
+    def awaited(self, rank: int, node: RunNode) -> Iterator[tuple[int, RunNode]]:
         """Yield what an instruction waits for besides its stream, on its own rank and on its peers."""
-        for group, there in self.graphs[rank].awaited(place):
+        for group, there in self.graphs[rank].awaited(node):
             for peer in self._peers_with(rank, group, there) if group else (rank,):
                 yield peer, there
 
-    def participants(self, rank: int, place: RunNode) -> tuple[tuple[int, ...], Hashable]:
+    def participants(self, rank: int, node: RunNode) -> tuple[tuple[int, ...], Hashable]:
         """Return who meets at an instruction, and what tells this rendezvous from others at its position."""
-        rendezvous = self.graphs[rank].rendezvous(place)
+        rendezvous = self.graphs[rank].rendezvous(node)
         assert rendezvous is not None
         return self.world.participants(rank, rendezvous)
 
-    def name(self, rank: int, place: RunNode) -> str:
+    def name(self, rank: int, node: RunNode) -> str:
         """Return how an instruction is called in messages."""
-        name = f"{self.graphs[rank].phase(place.position)}/{place.instruction}"
+        name = f"{self.graphs[rank].phase(node.position)}/{node.instruction}"
         return name if self.world.size == 1 else f"{name} of rank {self.world.numbers[rank]}"
 
-    def _peers_with(self, rank: int, group: str, place: RunNode) -> Iterator[int]:
+    def _peers_with(self, rank: int, group: str, node: RunNode) -> Iterator[int]:
         # A dependency on a group waits for the instruction of that name on each of its members that has it.
-        return (peer for peer in self.world.process_groups[group].peers(rank) if self.graphs[peer].has(place))
+        return (peer for peer in self.world.process_groups[group].peers(rank) if self.graphs[peer].has(node))

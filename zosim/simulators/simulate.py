@@ -127,20 +127,20 @@ class _SimpyRun:
         if self.shortened is None:
             _refuse_deadlock(self)
 
-    def await_peers(self, rank: int, place: RunNode, phase: str) -> simpy.Event:
-        """Return the event of all who meet at `place` having come as far as `rank` now has."""
-        participants, key = self.graph.participants(rank, place)
-        event, there = self._rendezvous.setdefault((key, place.position, phase), (self.env.event(), []))
+    def await_peers(self, rank: int, node: RunNode, phase: str) -> simpy.Event:
+        """Return the event of all who meet at `node` having come as far as `rank` now has."""
+        participants, key = self.graph.participants(rank, node)
+        event, there = self._rendezvous.setdefault((key, node.position, phase), (self.env.event(), []))
         there.append(rank)
         # The last to come lets all go on.
         if len(there) == len(participants):
             event.succeed()
         return event
 
-    def missing(self, rank: int, place: RunNode) -> list[int]:
+    def missing(self, rank: int, node: RunNode) -> list[int]:
         """Return those who have not come to the start of a collective or message, where `rank` has."""
-        participants, key = self.graph.participants(rank, place)
-        there = self._rendezvous.get((key, place.position, "start"), (None, []))[1]
+        participants, key = self.graph.participants(rank, node)
+        there = self._rendezvous.get((key, node.position, "start"), (None, []))[1]
         return [other for other in participants if other not in there] if rank in there else []
 
     def step_completed(self, step: int) -> None:
@@ -187,40 +187,40 @@ class _SimulatedRank:
 
     def _stream(self, stream: Stream, key: tuple[int, int]) -> Generator[simpy.Event, None, None]:
         env, graph, step_s = self.run.env, self.graph, self.run.world.template(self.index).step_s
-        for place in self._places(stream):
+        for node in self._nodes(stream):
             # The host reads the scalars of one step before it issues the next.
-            if graph.opens_step(place):
+            if graph.opens_step(node):
                 yield env.timeout(step_s)
             # Noted for the words of a deadlock.
-            self.waiting[stream] = place
-            for rank, needed in self.awaited(place):
+            self.waiting[stream] = node
+            for rank, needed in self.awaited(node):
                 if needed not in rank.done:
                     yield rank.finished(needed)
-            has_peers = graph.rendezvous(place) is not None
+            has_peers = graph.rendezvous(node) is not None
             if has_peers:
-                yield self.run.await_peers(self.index, place, "start")
+                yield self.run.await_peers(self.index, node, "start")
             del self.waiting[stream]
             start_s = env.now
-            activity = self._activities[graph.phase(place.position), place.instruction]
+            activity = self._activities[graph.phase(node.position), node.instruction]
             # Prologue and flush take resources, too: while they run, no step tells what later ones do.
-            self._count_other(place, +1)
+            self._count_other(node, +1)
             yield self.run.fluid.run(activity, key)
             if has_peers:
-                yield self.run.await_peers(self.index, place, "end")
-            self._count_other(place, -1)
-            self._finish(place, start_s, activity)
+                yield self.run.await_peers(self.index, node, "end")
+            self._count_other(node, -1)
+            self._finish(node, start_s, activity)
 
-    def awaited(self, place: RunNode) -> Iterator[tuple[_SimulatedRank, RunNode]]:
+    def awaited(self, node: RunNode) -> Iterator[tuple[_SimulatedRank, RunNode]]:
         """Yield what an instruction waits for besides its stream, on this rank and on its peers."""
-        return ((self.run.ranks[rank], there) for rank, there in self.run.graph.awaited(self.index, place))
+        return ((self.run.ranks[rank], there) for rank, there in self.run.graph.awaited(self.index, node))
 
-    def finished(self, place: RunNode) -> simpy.Event:
+    def finished(self, node: RunNode) -> simpy.Event:
         """Return an event that happens when an instruction of this rank has finished."""
         event = self.run.env.event()
-        self._waiters.setdefault(place, []).append(event)
+        self._waiters.setdefault(node, []).append(event)
         return event
 
-    def _places(self, stream: Stream) -> Iterator[RunNode]:
+    def _nodes(self, stream: Stream) -> Iterator[RunNode]:
         for position in range(self.graph.num_steps + 2):
             for item in self.graph.instructions(position):
                 if item.stream == stream:
@@ -228,9 +228,9 @@ class _SimulatedRank:
                         self.max_step = max(self.max_step, position - 1)
                     yield RunNode(position, item.id)
 
-    def _finish(self, place: RunNode, start_s: float, activity: Activity) -> None:
-        instruction, end_s = self.graph.instruction(place), self.run.env.now
-        phase, step = self.graph.phase(place.position), self.graph.step(place.position)
+    def _finish(self, node: RunNode, start_s: float, activity: Activity) -> None:
+        instruction, end_s = self.graph.instruction(node), self.run.env.now
+        phase, step = self.graph.phase(node.position), self.graph.step(node.position)
         self.spans.append(
             Span(
                 self.run.world.numbers[self.index],
@@ -245,14 +245,14 @@ class _SimulatedRank:
                 activity.limiter,
             )
         )
-        self.done.add(place)
-        for event in self._waiters.pop(place, ()):
+        self.done.add(node)
+        for event in self._waiters.pop(node, ()):
             event.succeed()
         if phase == "step":
             self._count(step, instruction.id, start_s, end_s)
 
-    def _count_other(self, place: RunNode, change: int) -> None:
-        if self.graph.phase(place.position) != "step":
+    def _count_other(self, node: RunNode, change: int) -> None:
+        if self.graph.phase(node.position) != "step":
             self._num_others_running += change
             self.others_until_s = math.inf if self._num_others_running else self.run.env.now
 
@@ -294,21 +294,21 @@ def _circle(run: _SimpyRun, rank: _SimulatedRank) -> list[str]:
     return [run.graph.name(one.index, here) for one, here in (*path[path.index(node) :], node)]
 
 
-def _undone(run: _SimpyRun, rank: _SimulatedRank, place: RunNode) -> list[tuple[_SimulatedRank, RunNode]]:
+def _undone(run: _SimpyRun, rank: _SimulatedRank, node: RunNode) -> list[tuple[_SimulatedRank, RunNode]]:
     """Return what an instruction that has not started still waits for."""
-    needed = [(rank, before) for before in rank.graph.predecessors(place)] + list(rank.awaited(place))
+    needed = [(rank, before) for before in rank.graph.predecessors(node)] + list(rank.awaited(node))
     undone = [(other, before) for other, before in needed if before not in other.done]
     # Nobody it depends on holds it up, so it is a partner that has not come.
-    if undone or rank.graph.rendezvous(place) is None:
+    if undone or rank.graph.rendezvous(node) is None:
         return undone
-    partners = [run.ranks[number] for number in run.missing(rank.index, place)]
-    wanted = rank.graph.rendezvous(place)
+    partners = [run.ranks[number] for number in run.missing(rank.index, node)]
+    wanted = rank.graph.rendezvous(node)
     assert wanted is not None
     return [
         (other, here)
         for other in partners
-        for item in other.graph.instructions(place.position)
-        if (met := other.graph.rendezvous(here := RunNode(place.position, item.id)))
+        for item in other.graph.instructions(node.position)
+        if (met := other.graph.rendezvous(here := RunNode(node.position, item.id)))
         and met.shared == wanted.shared
         and (not wanted.offset or met.sends != wanted.sends)
     ]

@@ -53,7 +53,7 @@ class Template:
         for activity in self.activities.values():
             if id(activity) not in changed:
                 changed[id(activity)] = replace(activity, uses=uses_of(activity))
-        return {place: changed[id(activity)] for place, activity in self.activities.items()}
+        return {key: changed[id(activity)] for key, activity in self.activities.items()}
 
     @cached_property
     def most_requested(self) -> dict[str, float]:
@@ -100,8 +100,8 @@ class ProcessGroup:
     def at_offset(self, rank: int, offset: int) -> int | None:
         """Return the member so many places after `rank` in its part, None past either end."""
         members = self.parts[self.part_of[rank]]
-        place = members.index(rank) + offset
-        return members[place] if 0 <= place < len(members) else None
+        index = members.index(rank) + offset
+        return members[index] if 0 <= index < len(members) else None
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Exchanges:
         raise ProgramError(f"program {self._program.name} packs losses but does not average them")
 
     def _pack(self, instruction: Instruction) -> Action:
-        places = {eval_point: place for place, eval_point in enumerate(self._eval_points())}
+        indices = {eval_point: index for index, eval_point in enumerate(self._eval_points())}
         own = _eval_points_of(instruction.reads)
 
         def pack(frame: StepFrame) -> None:
@@ -155,12 +155,12 @@ class Exchanges:
             num_averaged = sum(part.num_averaged for part in self._context.loaded.parts)
             # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
             # A point that another rank forwards is marked, so that nobody takes its 0 for a loss.
-            packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(places), 1)
+            packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(indices), 1)
             losses = (
                 torch.stack([frame.losses[eval_point].double() for eval_point in own]).cpu() if own else ()
             )
             for eval_point, loss in zip(own, losses, strict=True):
-                packed[places[eval_point], 0], packed[places[eval_point], 1] = loss, num_averaged
+                packed[indices[eval_point], 0], packed[indices[eval_point], 1] = loss, num_averaged
             frame.packed = packed
 
         return pack
@@ -174,8 +174,8 @@ class Exchanges:
             assert frame.gathered is not None
             # A rank without the head has no loss of its own to take the format from.
             dtype = self._context.remote_loss_dtype or next(iter(frame.losses.values())).dtype
-            for place, eval_point in enumerate(eval_points):
-                mean_loss = _mean_of(frame.gathered[:, place], dtype, self._context.backend.device)
+            for index, eval_point in enumerate(eval_points):
+                mean_loss = _mean_of(frame.gathered[:, index], dtype, self._context.backend.device)
                 if mean_loss is None:
                     message = f"no rank computed {eval_point} in step {frame.step}"
                     raise RunError(message, hint="run every rank on the program of its own role")

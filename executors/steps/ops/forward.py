@@ -80,8 +80,8 @@ class Forwards:
         tensors = [{name: next(there) for name in part.tensors} for part in parts]
         positions = [None if part.positions is None else next(there) for part in parts]
         moved = (
-            MicroBatch(own, part.num_averaged, place, StepCache(host=part.tensors))
-            for own, part, place in zip(tensors, parts, positions, strict=True)
+            MicroBatch(own, part.num_averaged, own_positions, StepCache(host=part.tensors))
+            for own, part, own_positions in zip(tensors, parts, positions, strict=True)
         )
         return LoadedBatch(tuple(moved), None if rows is None else next(there), rows)
 
@@ -152,7 +152,7 @@ class Forwards:
         arguments = Arguments.of(graphs, number, part.cache.calls[index], part.cache.placed)
         source = next(location_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
         hidden = graphs.placed((source, number), before)
-        made = graphs.place((location_of(instruction.writes[0]), number), before)
+        made = graphs.static_buffer((location_of(instruction.writes[0]), number), before)
         # A block finds its arguments in the cache by its index.
         cache = StepCache([arguments.tree()] * (index + 1))
 
@@ -349,7 +349,7 @@ class _ForwardSidePath:
         )
         for kind, along in theta.along(z.qvalues):
             for one, view in zip(along, kind.at(along, step), strict=True):
-                view.bind(one.place)
+                view.bind(one.bound)
         try:
             yield
         finally:

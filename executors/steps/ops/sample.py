@@ -17,7 +17,7 @@ from executors.randomness.counter import CounterKey, CounterSampler
 from executors.randomness.low_rank import (
     Factors,
     FactorSampler,
-    Places,
+    Outputs,
     divisor_of,
     fill_product,
     fill_product_rows,
@@ -201,8 +201,8 @@ class Sampling:
             def sample(generator: Generator) -> None:
                 self._scaling(wanted[0], partial(sequential.sample, sampled, generator))
 
-            places = tuple((view.data_ptr(), view.numel()) for view in sampled)
-            signature = op.distribution, is_scaled(wanted[0].what), flat.data_ptr(), flat.dtype, places
+            outputs = tuple((view.data_ptr(), view.numel()) for view in sampled)
+            signature = op.distribution, is_scaled(wanted[0].what), flat.data_ptr(), flat.dtype, outputs
             graphs.run(signature, sample, memory=(flat,), generators=(generator,))
             return [state]
 
@@ -247,11 +247,11 @@ class Sampling:
         source, before, after = _states(op, instruction)
         generator = Generator(device=self._device)
 
-        def from_generator(frame: StepFrame, places: Places) -> Factors | None:
+        def from_generator(frame: StepFrame, outputs: Outputs) -> Factors | None:
             assert frame.interval is not None
             if op.for_update and frame.step == frame.interval.first:
                 return factor_sampler.resampled(
-                    op.param_group, op.perturbation, frame.seeds[op.perturbation], frame.interval, places
+                    op.param_group, op.perturbation, frame.seeds[op.perturbation], frame.interval, outputs
                 )
             if source:
                 generator.set_state(values[source[0]][0])
@@ -263,7 +263,7 @@ class Sampling:
                 factor_sampler.pass_over(op.param_group, frame.step, frame.interval, generator)
             else:
                 factors = factor_sampler.sequential(
-                    op.param_group, op.perturbation, frame.step, frame.interval, generator, places
+                    op.param_group, op.perturbation, frame.step, frame.interval, generator, outputs
                 )
             for key in before:
                 values[key] = states
@@ -276,13 +276,13 @@ class Sampling:
             if seeded is None:
                 return
             factors: Factors | None = None
-            places = self._store.placed(wanted[0]).views if op.keep == "all" else None
+            outputs = self._store.placed(wanted[0]).views if op.keep == "all" else None
             if op.generator == "mezo":
-                factors = from_generator(seeded, places)
+                factors = from_generator(seeded, outputs)
             elif op.keep != "none":
                 assert seeded.interval is not None
                 factors = factor_sampler.counted(
-                    op.param_group, op.perturbation, counter_key(frame, op), seeded.interval, places
+                    op.param_group, op.perturbation, counter_key(frame, op), seeded.interval, outputs
                 )
             if factors is not None and op.keep == "factors":
                 values[location_of(wanted[0])] = factors

@@ -205,7 +205,7 @@ CAPTURE = f"{GRAPHS}._capture"
 FAULTS = {
     "a graph is replayed wherever the staging buffers are": ("offloaded", f"{GRAPHS}.run", anywhere),
     "the graphs of all streams share temporaries": ("offloaded, ahead", CAPTURE, one_pool),
-    "a block reads the hidden state of the step that was captured": ("resident", f"{GRAPHS}.placed", lambda _shipped, self, key, tensor: self.place(key, tensor)),
+    "a block reads the hidden state of the step that was captured": ("resident", f"{GRAPHS}.placed", lambda _shipped, self, key, tensor: self.static_buffer(key, tensor)),
     "a generator is not told of the graph": ("resident", CAPTURE, lambda shipped, self, launch, generators: shipped(self, partial(launch, *generators), ())),
     "the default stream is captured": ("resident", CAPTURE, captured_on(lambda torch, device: torch.accelerator.current_stream(device))),
     "a stream is asked for at each capture": ("resident", CAPTURE, captured_on(lambda torch, device: torch.cuda.Stream(device))),

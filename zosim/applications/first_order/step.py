@@ -87,8 +87,8 @@ class FirstOrderWriter(Listing):
     def _forward_model(self, number: int) -> None:
         if self.layout.stage:
             self._arrive("forward", number, self.layout.segments[0])
-        for place, segment in enumerate(self.layout.segments):
-            self._gather(self.layout.segments[place : place + 2], f"forward:m{number}")
+        for index, segment in enumerate(self.layout.segments):
+            self._gather(self.layout.segments[index : index + 2], f"forward:m{number}")
             self._forward(segment, number)
         if not self.layout.is_last:
             self._leave("forward", number, self.layout.segments[-1])
@@ -97,8 +97,8 @@ class FirstOrderWriter(Listing):
         if not self.layout.is_last:
             self._arrive("backward", number, self.layout.segments[-1])
         backwards = self.layout.segments[::-1]
-        for place, segment in enumerate(backwards):
-            self._gather(backwards[place : place + 2], f"backward:m{number}")
+        for index, segment in enumerate(backwards):
+            self._gather(backwards[index : index + 2], f"backward:m{number}")
             self._backward(segment, number)
             if self.layout.num_shards > 1:
                 self._share_out(segment, number)
