@@ -240,7 +240,7 @@ def held_out_cases(num_cases: int = 24, *, seed: int = 20261121, longest_step_s:
 
 def rank_cases(num_cases: int = 10, *, seed: int = 20261121, longest_step_s: float = 0.5) -> list[Case]:
     """Return random cases of several ranks of a thread each, the placements in turn."""
-    fitting = (case for case in _fitting(random.Random(seed), longest_step_s) if case.batch % 2 == 0)
+    fitting = (case for case in fitting_cases(random.Random(seed), longest_step_s) if case.batch % 2 == 0)
     names = list(RANK_PLACEMENTS)
     return [
         replace(next(fitting), placement=names[number % len(names)], num_threads=1)
@@ -281,7 +281,8 @@ def quantized_cases(num_cases: int = 24, *, seed: int = 20261124, longest_step_s
     generator = random.Random(seed)
     names = quantized_placements(generator)
     return [
-        replace(next(_fitting(generator, longest_step_s)), placement=next(names)) for _ in range(num_cases)
+        replace(next(fitting_cases(generator, longest_step_s)), placement=next(names))
+        for _ in range(num_cases)
     ]
 
 
@@ -295,14 +296,15 @@ def quantized_tuning_cases() -> list[Case]:
 
 def choice_cases(num: int = 4, *, seed: int = 20261122, longest_step_s: float = 0.15) -> list[list[Case]]:
     """Return random configurations, each under all placements that there are to choose from."""
-    fitting = (case for case in _fitting(random.Random(seed), longest_step_s) if case.batch % 2 == 0)
+    fitting = (case for case in fitting_cases(random.Random(seed), longest_step_s) if case.batch % 2 == 0)
     return [
         [replace(case, placement=placement, num_threads=threads) for placement, threads in CHOICES.items()]
         for case in (next(fitting) for _ in range(num))
     ]
 
 
-def _fitting(generator: random.Random, longest_step_s: float) -> Iterator[Case]:
+def fitting_cases(generator: random.Random, longest_step_s: float) -> Iterator[Case]:
+    """Yield random cases whose step takes at most about so long."""
     return (case for case in _random_cases(generator, [*PLACEMENTS]) if case.rough_step_s <= longest_step_s)
 
 
