@@ -97,8 +97,8 @@ def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection
     # What a CPU's threads share in pieces is a kernel for each of them.
     num_kernels = max(work.num_kernels, work.num_shared_kernels if values["gather_s"] else 0)
     terms = {
-        "matmul": sum(_matmul_s(part, work.dtype, width, values) for part in work.matmuls),
-        "attention": sum(_attention_s(part, work.dtype, width, values) for part in work.attention),
+        "matmul": sum(_matmul_s(op, work.dtype, width, values) for op in work.matmuls),
+        "attention": sum(_attention_s(op, work.dtype, width, values) for op in work.attention),
         "elementwise": _cached_s(
             _bytes_of(work, "elementwise", values), work.num_kernels, "elementwise", values
         ),
@@ -144,16 +144,16 @@ def device_s(cost: OperationCost, device_type: DeviceType) -> float:
 
 
 def _matmul_s(
-    part: Matmul, dtype: str, width: int, values: Mapping[str, float], *, batched: bool = False
+    op: Matmul, dtype: str, width: int, values: Mapping[str, float], *, batched: bool = False
 ) -> float:
     """Return the time of products, launched one by one or all in one kernel (`batched`)."""
-    if part.format and f"matmul_rate.{part.format}" in values:
-        dtype, width = part.format, FORMATS[part.format].element_bytes
+    if op.format and f"matmul_rate.{op.format}" in values:
+        dtype, width = op.format, FORMATS[op.format].element_bytes
     rate = _rate("matmul_rate", dtype, values)
-    moving_s = _moving_s(part, width, values)
+    moving_s = _moving_s(op, width, values)
     if values.get("multiprocessors"):
-        return _tiled_s(part, rate, moving_s, values, batched=batched)
-    multiplying_s = part.flops / (rate * _efficiency(part, dtype, values))
+        return _tiled_s(op, rate, moving_s, values, batched=batched)
+    multiplying_s = op.flops / (rate * _efficiency(op, dtype, values))
     shorter_s = min(multiplying_s, moving_s)
     return multiplying_s + moving_s - values["memory_overlap"] * shorter_s
 
@@ -165,22 +165,22 @@ _SPLITS = (1, 2, 4, 8)
 
 
 def _tiled_s(
-    part: Matmul, rate: float, moving_s: float, values: Mapping[str, float], *, batched: bool
+    op: Matmul, rate: float, moving_s: float, values: Mapping[str, float], *, batched: bool
 ) -> float:
     """Return the time of a product on a GPU: tiles are made in waves, one on each multiprocessor, and the last may be short.
 
     Libraries choose the tile with the least time, and where tiles are few they split sums into parts, which another pass
     adds up.
     """
-    num, launches = (part.num, 1) if batched else (1, part.num)
+    num, launches = (op.num, 1) if batched else (1, op.num)
     units = values["multiprocessors"]
     best_s = math.inf
     for rows, columns, reached in _TILES:
-        tiles = math.ceil(part.m / rows) * math.ceil(part.n / columns) * num
+        tiles = math.ceil(op.m / rows) * math.ceil(op.n / columns) * num
         for splits in _SPLITS:
             waves = math.ceil(tiles * splits / units)
-            tile_flops = 2 * rows * columns * part.k / splits
-            adding_s = 4 * part.m * part.n * num * splits / values["memory_bandwidth"] if splits > 1 else 0.0
+            tile_flops = 2 * rows * columns * op.k / splits
+            adding_s = 4 * op.m * op.n * num * splits / values["memory_bandwidth"] if splits > 1 else 0.0
             multiplying_s = waves * tile_flops * units / (rate * reached)
             best_s = min(best_s, max(multiplying_s, moving_s / launches) + adding_s)
             if tiles > units:
@@ -188,46 +188,44 @@ def _tiled_s(
     return launches * (best_s + values.get("kernel_s.product", 0.0))
 
 
-def _moving_s(part: Matmul, width: int, values: Mapping[str, float]) -> float:
+def _moving_s(op: Matmul, width: int, values: Mapping[str, float]) -> float:
     """Return the time of reading the operands and of writing the product, each once; a CPU's cache keeps some of it."""
     in_memory = values["memory_bandwidth"]
     out = values.get("memory_bandwidth.output")
-    num_outputs = part.m * part.n * part.num
-    sum_width = _SUM_BYTES if part.format == "int8" else width
+    num_outputs = op.m * op.n * op.num
+    sum_width = _SUM_BYTES if op.format == "int8" else width
     if out is None:
-        return (part.elements * width + num_outputs * (sum_width - width)) / in_memory
-    written = sum_width * num_outputs - _cached_bytes(
-        sum_width * num_outputs, part.num, values["cache_bytes"]
-    )
-    return width * (part.elements - num_outputs) / in_memory + written / out
+        return (op.elements * width + num_outputs * (sum_width - width)) / in_memory
+    written = sum_width * num_outputs - _cached_bytes(sum_width * num_outputs, op.num, values["cache_bytes"])
+    return width * (op.elements - num_outputs) / in_memory + written / out
 
 
-def _efficiency(part: Matmul, dtype: str, values: Mapping[str, float]) -> float:
+def _efficiency(op: Matmul, dtype: str, values: Mapping[str, float]) -> float:
     """Return the fraction of the large-product rate that a product of this shape reaches."""
     half = _by_format("matmul_half_dim", dtype, values)
     m, n, k = (values.get(f"matmul_half_dim.{dtype}.{dim}", half) for dim in "mnk")
-    return part.m / (part.m + m) * (part.n / (part.n + n)) * (part.k / (part.k + k))
+    return op.m / (op.m + m) * (op.n / (op.n + n)) * (op.k / (op.k + k))
 
 
-def _attention_s(part: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
+def _attention_s(op: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
     """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
-    if not part.materialised:
-        kind = _variant(part, dtype, values)
+    if not op.materialised:
+        kind = _variant(op, dtype, values)
         half_len = _half_len(kind.removeprefix(dtype + "."), values)
-        saturation = part.key / (part.key + half_len)
+        saturation = op.key / (op.key + half_len)
         # Tiles that the diagonal crosses are computed whole.
-        half = min(1.0, 0.5 * (1 + values.get("attention_diagonal_len", 0.0) / part.query))
-        full_flops = 2 * part.flops if part.causal_skip else part.flops
-        computed = half if part.causal_skip else 1.0
+        half = min(1.0, 0.5 * (1 + values.get("attention_diagonal_len", 0.0) / op.query))
+        full_flops = 2 * op.flops if op.causal_skip else op.flops
+        computed = half if op.causal_skip else 1.0
         products_s = full_flops * computed / (_rate("attention_rate", kind, values) * saturation)
-        num_scores = part.score_elements * computed
+        num_scores = op.score_elements * computed
         computing_s = products_s + num_scores / _by_format("attention_score_rate", kind, values)
         if not values.get("multiprocessors"):
             return computing_s
         # What a GPU computes meanwhile hides the reading, but short sequences compute little.
-        return max(computing_s, part.elements * width / values["memory_bandwidth"])
-    scores = Matmul(m=part.query, n=part.key, k=part.head_dim, num=part.num)
-    mixing = Matmul(m=part.query, n=part.value_dim or part.head_dim, k=part.key, num=part.num)
+        return max(computing_s, op.elements * width / values["memory_bandwidth"])
+    scores = Matmul(m=op.query, n=op.key, k=op.head_dim, num=op.num)
+    mixing = Matmul(m=op.query, n=op.value_dim or op.head_dim, k=op.key, num=op.num)
     return sum(_matmul_s(product, dtype, width, values, batched=True) for product in (scores, mixing))
 
 
@@ -237,10 +235,10 @@ def _half_len(name: str, values: Mapping[str, float]) -> float:
     return next((values[known] for known in names if known in values), values["attention_half_len"])
 
 
-def _variant(part: Attention, dtype: str, values: Mapping[str, float]) -> str:
+def _variant(op: Attention, dtype: str, values: Mapping[str, float]) -> str:
     """Return the name behind ``attention_rate.`` of what does an attention, as far as the profile tells kernels apart."""
-    names = (f"{dtype}.{part.kernel}", dtype)
-    ways = (".backward", "") if part.backward else ("",)
+    names = (f"{dtype}.{op.kernel}", dtype)
+    ways = (".backward", "") if op.backward else ("",)
     known = (name + way for way in ways for name in names if f"attention_rate.{name}{way}" in values)
     return next(known, dtype)
 
@@ -267,7 +265,7 @@ def _param_pass_s(work: Work, values: Mapping[str, float]) -> float:
 def _bytes_of(work: Work, memory: Memory, values: Mapping[str, float]) -> int:
     """Return the bytes of a work's passes, those over quantized values among them of which no rate of their own is known."""
     size_bytes: int = getattr(work, f"{memory}_bytes")
-    unknown = [part for part in work.quant_passes if not _quant_rate(part[0], work.dtype, values)]
+    unknown = [op for op in work.quant_passes if not _quant_rate(op[0], work.dtype, values)]
     return size_bytes + traffic_bytes(unknown, memory, work.dtype)
 
 
@@ -284,15 +282,15 @@ def _sampling_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]
     number_s = 1 / _rate(f"sampling_rate.{work.distribution}", work.sampling_dtype, values)
     kind = f"{work.distribution}.{work.sampling_dtype}"
     alone_s = (work.num_normals - work.num_shared_normals) * number_s
-    part = _by_format("shared_sampling_part", kind, values) if work.num_shared_samplings else 1.0
+    fraction = _by_format("shared_sampling_fraction", kind, values) if work.num_shared_samplings else 1.0
     seeding_s = work.num_seeds * values.get("seed_s", 0.0)
-    shared_s = (work.num_shared_normals * number_s + seeding_s) * part
+    shared_s = (work.num_shared_normals * number_s + seeding_s) * fraction
     split_s = work.num_split_sequences * values.get("split_s", 0.0)
     # A device whose generators cannot jump passes over every number.
     jump_s = values.get("jump_s")
     num_passed = work.num_skipped - (0 if jump_s is None else work.num_jumped)
     # Who shares a draw shares what it passes over, too.
-    skipped_s = num_passed * number_s * _by_format("skip_part", kind, values) * part
+    skipped_s = num_passed * number_s * _by_format("skip_fraction", kind, values) * fraction
     return {
         "sampling": alone_s + work.num_kept_rows * values["kept_row_s"],
         "shared_sampling": shared_s + work.num_shared_samplings * values["sharing_s"] + split_s,
@@ -304,8 +302,10 @@ def _rounding_s(work: Work, values: Mapping[str, float]) -> float:
     """Return the time of random numbers to round with: no more than that of as many normals, by all threads where they draw together."""
     if not work.num_rounded:
         return 0.0
-    part = _by_format("shared_sampling_part", "normal.float32", values) if work.num_shared_samplings else 1.0
-    return part * work.num_rounded / _rate("sampling_rate.normal", "float32", values)
+    fraction = (
+        _by_format("shared_sampling_fraction", "normal.float32", values) if work.num_shared_samplings else 1.0
+    )
+    return fraction * work.num_rounded / _rate("sampling_rate.normal", "float32", values)
 
 
 def _copy_s(work: Work, values: Mapping[str, float], direction: CopyDirection) -> float:
@@ -352,7 +352,7 @@ def _busy_cores(terms: Mapping[str, float], seconds: float, profile: Profile) ->
 
 
 def _memory_bytes(work: Work, cache_bytes: float, device_type: DeviceType) -> int:
-    products = sum(part.elements for part in work.matmuls) * FORMATS[work.dtype].element_bytes
+    products = sum(op.elements for op in work.matmuls) * FORMATS[work.dtype].element_bytes
     activations, parameters = _bytes_of(work, "elementwise", {}), _bytes_of(work, "param_pass", {})
     cached = _cached_bytes(activations, work.num_kernels, cache_bytes)
     cached += _cached_bytes(parameters, 1, cache_bytes)

@@ -1,6 +1,6 @@
-"""Memory in named parts, what a runtime adds to them, and whether a host can give what a plan asks.
+"""Memory in named components, what a runtime adds to them, and whether a host can give what a plan asks.
 
-The parts of a plan (weights, staging buffers, activations ...) are counted where the plan is lowered. Here is the rest: the
+The components of a plan (weights, staging buffers, activations ...) are counted where the plan is lowered. Here is the rest: the
 context of a GPU's runtime, the allocator's rounding and slack, and the limits of the machine at hand.
 """
 
@@ -44,12 +44,12 @@ class MemoryComponent:
 
     def __post_init__(self) -> None:
         if self.size_bytes < 0:
-            message = f"memory part {self.name!r} has {self.size_bytes} bytes"
+            message = f"memory component {self.name!r} has {self.size_bytes} bytes"
             raise ValueError(message)
 
 
 def total_bytes(components: Iterable[MemoryComponent], where: Where) -> int:
-    """Return the sum of the parts in one place."""
+    """Return the sum of the components in one place."""
     return sum(component.size_bytes for component in components if component.where == where)
 
 

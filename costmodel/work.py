@@ -319,12 +319,12 @@ class Work(_FrozenCounts):
     @property
     def num_products(self) -> int:
         """Matrix products launched."""
-        return sum(part.num for part in self.matmuls)
+        return sum(op.num for op in self.matmuls)
 
     @property
     def flops(self) -> int:
         """All floating-point operations of matrix products and attention."""
-        return sum(part.flops for part in self.matmuls) + sum(part.flops for part in self.attention)
+        return sum(op.flops for op in self.matmuls) + sum(op.flops for op in self.attention)
 
 
 _SUMMED = tuple(

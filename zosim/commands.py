@@ -108,7 +108,7 @@ def plan(
             decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
         )
         data, view = data | {"first_order": choice.to_data()}, Report("", view, choice.report())
-        sections.append(Report("Zeroth or first order", *choice.report().parts))
+        sections.append(Report("Zeroth or first order", *choice.report().elements))
     if report is not None:
         from zosim.applications.html_report.command import write_report
 

@@ -1,6 +1,6 @@
 """The report of a result, written once: shown in a terminal, written as Markdown, handed on as data.
 
-A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :class:`Bullets`, :class:`Code`,
+A report is a sequence of elements: paragraphs (plain strings), :class:`Table`, :class:`Bullets`, :class:`Code`,
 :class:`Picture`, and reports again, which are its sections::
 
     >>> made = Report("Steps", "Two plans:", Table(("plan", "ms"), [("zo2", 1.5), ("mezo", 2)], numeric=("ms",)))
@@ -14,7 +14,7 @@ A report is a sequence of parts: paragraphs (plain strings), :class:`Table`, :cl
     | zo2 | 1.5 |
     | mezo | 2 |
     >>> made.to_data()
-    {'title': 'Steps', 'parts': ['Two plans:', [{'plan': 'zo2', 'ms': 1.5}, {'plan': 'mezo', 'ms': 2}]]}
+    {'title': 'Steps', 'elements': ['Two plans:', [{'plan': 'zo2', 'ms': 1.5}, {'plan': 'mezo', 'ms': 2}]]}
 
 A report may name what an untrusted file calls itself. So a text is emphasised (``**``) and quoted (backticks) as Markdown
 does, but it holds neither links, nor images, nor HTML, and nothing in it reaches what comes after it: in Markdown each text is
@@ -189,45 +189,49 @@ class Picture:
 
 
 class Report:
-    """Parts under a title.
+    """Elements under a title.
 
     Parameters
     ----------
     title : str
-        Heading; empty for parts that need none.
+        Heading; empty where none is needed.
     parts
         What there is to say, in order. Empty strings, lists and tables without rows are left out.
     """
 
-    def __init__(self, title: str, *parts: Element) -> None:
+    def __init__(self, title: str, *elements: Element) -> None:
         self.title = title
-        self.parts = tuple(part for part in parts if _says_something(part))
+        self.elements = tuple(element for element in elements if _says_something(element))
 
     def __rich__(self) -> Group:
         title = [Text(self.title, style="bold")] if self.title else []
-        return Group(*title, *(Text(part) if isinstance(part, str) else part for part in self.parts))
+        return Group(
+            *title, *(Text(element) if isinstance(element, str) else element for element in self.elements)
+        )
 
     def to_markdown(self, level: int = 1) -> str:
         """Return the report as Markdown; its sections are headed one `level` deeper."""
         blocks = [f"{'#' * level} {_in_markdown(self.title)}"] if self.title else []
-        for part in self.parts:
-            if isinstance(part, Report):
-                blocks.append(part.to_markdown(level + 1 if self.title else level).rstrip("\n"))
+        for element in self.elements:
+            if isinstance(element, Report):
+                blocks.append(element.to_markdown(level + 1 if self.title else level).rstrip("\n"))
             else:
-                blocks.append(_in_markdown(part) if isinstance(part, str) else part.to_markdown())
+                blocks.append(_in_markdown(element) if isinstance(element, str) else element.to_markdown())
         return "\n\n".join(blocks) + "\n"
 
     def to_html(self) -> str:
-        """Return the report as HTML that a notebook shows; what parts say is text, never markup of theirs."""
+        """Return the report as HTML that a notebook shows; their text is never read as markup."""
         from markdown_it import MarkdownIt
 
         return str(MarkdownIt("commonmark", {"html": False}).enable("table").render(self.to_markdown()))
 
     def to_data(self) -> dict[str, Any]:
-        """Return title and parts in the terms of JSON."""
+        """Return title and elements in the terms of JSON."""
         return {
             "title": self.title,
-            "parts": [part if isinstance(part, str) else part.to_data() for part in self.parts],
+            "elements": [
+                element if isinstance(element, str) else element.to_data() for element in self.elements
+            ],
         }
 
 
@@ -239,16 +243,16 @@ def _grid(padding: int) -> RichTable:
     return RichTable.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, padding))
 
 
-def _says_something(part: Element) -> bool:
-    match part:
+def _says_something(element: Element) -> bool:
+    match element:
         case str():
-            return bool(part)
+            return bool(element)
         case Table():
-            return bool(part.rows)
+            return bool(element.rows)
         case Bullets():
-            return bool(part.items)
+            return bool(element.items)
         case Report():
-            return bool(part.parts)
+            return bool(element.elements)
     return True
 
 

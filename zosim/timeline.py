@@ -382,7 +382,7 @@ class Timeline(Document):
         return curve
 
     def peak_memory(self, space: Space, rank: int = 0) -> Peak:
-        """Return the largest total of a space, with its parts at the first instant that reaches it.
+        """Return the largest total of a space, with its components at the first instant that reaches it.
 
         Parameters
         ----------

@@ -13,7 +13,7 @@ from costmodel.devices.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.devices.gpus import (
     architecture_of,
     clocks_per_s,
-    float64_part,
+    float64_fraction,
     half_lengths,
     has_half_warp_lanes,
     int8_peak,
@@ -89,7 +89,7 @@ _WIDENED: dict[DType, tuple[float, Reach, str]] = {
         ),
     ),
 }
-"""Part of float32's rate at which a GPU without units for a format multiplies it."""
+"""Fraction of float32's rate at which a GPU without units for a format multiplies it."""
 _ATTENTION_GPU: Spread = (0.45, 0.25, 0.73)
 _ATTENTION_GPU_SOURCE = (
     "FlashAttention-2 reaches 50-73 % of an A100's peak (arXiv:2307.08691, abstract) and 35 % of an H100's "
@@ -211,7 +211,7 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "seed_s": (5e-6, 0.5e-6, 50e-6),
         "factor_rate": (12e9, 2e9, 60e9),
         "jump_s": _CPU_JUMP,
-        "shared_sampling_part": (1.0, 1.0, 1.0),
+        "shared_sampling_fraction": (1.0, 1.0, 1.0),
         "copy_latency_s": (2e-6, 0.2e-6, 50e-6),
         "copy_cores": (1.0, 0.3, 1.5),
         "message_s": (MESSAGE_S["cpu"], 1e-5, 4e-4),
@@ -241,8 +241,8 @@ _HOST_CONSTANTS: dict[str, dict[str, Spread]] = {
         "product_s": (0.0, 0.0, 0.0),
         "kept_row_s": (0.0, 0.0, 0.0),
         "sharing_s": (0.0, 0.0, 0.0),
-        "shared_sampling_part": (1.0, 1.0, 1.0),
-        "skip_part": (1.0, 1.0, 1.0),
+        "shared_sampling_fraction": (1.0, 1.0, 1.0),
+        "skip_fraction": (1.0, 1.0, 1.0),
         "copy_latency_s": (10e-6, 4e-6, 40e-6),
         "copy_cores": (0.0, 0.0, 0.0),
         "message_s": (MESSAGE_S["gpu"],) * 3,
@@ -277,8 +277,8 @@ _HOST_SOURCES = {
     "product_s.float16": "assumed as for bfloat16",
     "kept_row_s": "a loop in Python on a CPU, one kernel on a GPU",
     "sharing_s": "assumed: threads of torch's end, others start; a GPU draws with all it has",
-    "shared_sampling_part": "a GPU draws with all it has; signs are made by torch's own threads",
-    "skip_part": "a GPU makes the numbers that it passes over",
+    "shared_sampling_fraction": "a GPU draws with all it has; signs are made by torch's own threads",
+    "skip_fraction": "a GPU makes the numbers that it passes over",
     "seed_s": "assumed: the Mersenne Twister's 624 words, and the calls around them",
     "jump_s": _CPU_JUMP_SOURCE,
     "factor_rate": "assumed: LAPACK's panels of tens of columns, which few cores share; 8 to 16 Gflop/s on one core of a Zen 5",
@@ -364,15 +364,15 @@ def _peak(spec: DeviceSpec, dtype: DType) -> tuple[float, Reach, str]:
         return fp32, _AS_DECLARED, f"{spec.name} has no TF32: multiplied in float32"
     undeclared = f"{spec.name} declares no peak for {dtype}"
     if is_widened(spec, dtype):
-        part, reach, source = _WIDENED[dtype]
-        return fp32 * part, reach, f"{undeclared}: {source}"
+        fraction, reach, source = _WIDENED[dtype]
+        return fp32 * fraction, reach, f"{undeclared}: {source}"
     half = spec.peak_dense.get("fp16")
     if dtype == "float8_e4m3" and half is not None and multiplies_float8(spec):
         return 2 * half.in_si("compute"), _AS_DECLARED, f"{undeclared}: twice that of float16"
     if dtype == "float16":
         return fp32 * _CPU_HALF, _CPU_HALF_REACH, f"{undeclared}: {_CPU_HALF_SOURCE}"
-    part = float64_part(spec) if dtype == "float64" else 0.25
-    return fp32 * part, (0.25, 1.0), f"{undeclared}: {part:.3g} of float32 assumed"
+    fraction = float64_fraction(spec) if dtype == "float64" else 0.25
+    return fp32 * fraction, (0.25, 1.0), f"{undeclared}: {fraction:.3g} of float32 assumed"
 
 
 def _in_lanes(spec: DeviceSpec, dtype: DType) -> bool:
@@ -503,9 +503,11 @@ def _attention_constants(spec: DeviceSpec) -> Iterator[Constant]:
     formats: tuple[DType, ...] = ("float16", "bfloat16")
     for dtype in formats:
         peak = _peak(spec, dtype)[0]
-        for (kernel, way), (part, clocks) in architecture.attention.items():
+        for (kernel, way), (fraction, clocks) in architecture.attention.items():
             name = ".".join(filter(None, (dtype, kernel, "backward" if way == "backward" else "")))
-            yield _constant(f"attention_rate.{name}", (part, low * part, high * part), source, scale=peak)
+            yield _constant(
+                f"attention_rate.{name}", (fraction, low * fraction, high * fraction), source, scale=peak
+            )
             rate = clocks_per_s(spec) / clocks
             yield _constant(f"attention_score_rate.{name}", (1.0, low, high), source, scale=rate)
     for (kernel, way), tokens in half_lengths(spec).items():
@@ -548,12 +550,14 @@ def _cpu_constants(spec: DeviceSpec, threads: int) -> Iterator[Constant]:
         yield _constant(f"cast_rate.{formats}", _CPU_CASTS, _CPU_CASTS_SOURCE, scale=threads)
     single_threaded = {known.sampling_class for known in DISTRIBUTIONS.values() if known.is_single_threaded}
     for dtype, normals in _CPU_NORMALS.items():
-        for sampling_class, (_, part) in _CPU_SAMPLING.items():
-            yield _constant(f"skip_part.{sampling_class}.{dtype}", part, _CPU_SKIPPED_SOURCE)
+        for sampling_class, (_, fraction) in _CPU_SAMPLING.items():
+            yield _constant(f"skip_fraction.{sampling_class}.{dtype}", fraction, _CPU_SKIPPED_SOURCE)
         shared = (1.1 / threads, 0.8 / threads, 2.5 / threads)
         for sampling_class, (num_sampled, _) in _CPU_SAMPLING.items():
             if sampling_class in single_threaded:
-                yield _constant(f"shared_sampling_part.{sampling_class}.{dtype}", shared, _CPU_SHARED_SOURCE)
+                yield _constant(
+                    f"shared_sampling_fraction.{sampling_class}.{dtype}", shared, _CPU_SHARED_SOURCE
+                )
             yield _constant(
                 f"sampling_rate.{sampling_class}.{dtype}", normals, _CPU_SAMPLING_SOURCE, scale=num_sampled
             )

@@ -48,7 +48,7 @@ class Architecture:
     threads : int
         Threads that one multiprocessor keeps at a time (CUDA C++ Programming Guide, technical specifications per compute
         capability).
-    float64_part : float
+    float64_fraction : float
         Rate of float64 beside float32's, without tensor cores.
     multiplies_float8, multiplies_int8 : bool
         Whether its tensor cores multiply floats or integers of 8 bits, twice as fast as floats of 16.
@@ -64,7 +64,7 @@ class Architecture:
     cache_mib: float = 4.0
     flop_j: float = 0.0
     threads: int = 2048
-    float64_part: float = 0.5
+    float64_fraction: float = 0.5
     multiplies_float8: bool = False
     multiplies_int8: bool = True
 
@@ -74,7 +74,7 @@ def _read() -> tuple[tuple[Architecture, ...], dict[AttentionWay, float]]:
     file = resources.files("costmodel") / "data" / "architectures.yaml"
     data = shipped_yaml(file.read_text(encoding="utf-8"))
     tables: dict[str | None, dict[AttentionWay, tuple[float, float]]] = {
-        name: {(kernel, way): (part, clocks) for kernel, way, part, clocks in rows}
+        name: {(kernel, way): (fraction, clocks) for kernel, way, fraction, clocks in rows}
         for name, rows in data["attention"].items()
     }
     # The user's come first: who names a GPU that a shipped pattern has, too, means it.
@@ -183,10 +183,10 @@ def int8_peak(spec: DeviceSpec) -> tuple[float, str] | None:
     return 2 * half.in_si("compute"), f"{spec.name} declares no peak for int8: twice that of float16"
 
 
-def float64_part(spec: DeviceSpec) -> float:
+def float64_fraction(spec: DeviceSpec) -> float:
     """Return float64's rate as a part of float32's, where a data sheet does not print it: a half, or what a known GPU has."""
     architecture = architecture_of(spec)
-    return 0.5 if architecture is None else architecture.float64_part
+    return 0.5 if architecture is None else architecture.float64_fraction
 
 
 _STACK_BYTES = 1024
@@ -223,8 +223,8 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
     architecture, watts = architecture_of(spec), spec.tdp_watts
     if architecture is None or not architecture.flop_j or watts is None:
         return math.inf
-    return (1 - _IDLE_PART) * watts / architecture.flop_j
+    return (1 - _IDLE_FRACTION) * watts / architecture.flop_j
 
 
-_IDLE_PART = 0.2
+_IDLE_FRACTION = 0.2
 """Assumed. Energies were taken from measured rates with it: where it is wrong they are too, and the rates at that power stay."""

@@ -64,12 +64,12 @@ _TREE_GB: dict[Generation, tuple[float, float, float]] = {
 }  # fmt: skip
 """Most that a channel moves by protocol and number of hosts."""
 
-_TREE_PARTS = {
+_TREE_FRACTIONS = {
     "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
     "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
     "Simple": (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
 }  # fmt: skip
-"""Part of its bandwidth that a tree reaches, for sizes of 64 bytes times powers of two."""
+"""Fraction of its bandwidth that a tree reaches, for sizes of 64 bytes times powers of two."""
 
 _CHANNEL_GB = 20.0
 """Of a ring's channel on NVLinks of any generation so far, by which the number of channels is known from their sum."""
@@ -86,12 +86,12 @@ _NETWORK_PLATEAU = {"volta": 1.9, "ampere": 1.4, "hopper": 1.4, "blackwell": 1.4
 _NVLS: Way = ("nvls", "Simple")
 _NVLS_US = 25.0
 """Latency of a sum in the switches of a host, which has no base besides (the same tables)."""
-_NVLS_PART: dict[Generation, float] = {"hopper": 0.85, "blackwell": 0.74}
-"""Part of the links' bandwidth that sums in switches reach (``nvlsEfficiency``). Bus bandwidths of nccl-tests on eight GPUs, without and
+_NVLS_FRACTION: dict[Generation, float] = {"hopper": 0.85, "blackwell": 0.74}
+"""Fraction of the links' bandwidth that sums in switches reach (``nvlsEfficiency``). Bus bandwidths of nccl-tests on eight GPUs, without and
 with: 370 and 480 GB/s on H100, 695 and 845 on B300 (https://github.com/NVIDIA/nccl/issues/2140), for 474 and 806 by this."""
 
 _REACHED = 0.97
-"""Part of the planned bandwidth that large exchanges reach: nccl-tests of eight A100s on NVLink switches print bus bandwidths of
+"""Fraction of the planned bandwidth that large exchanges reach: nccl-tests of eight A100s on NVLink switches print bus bandwidths of
 230 to 236 GB/s for the 240 that NCCL plans with (https://github.com/stas00/ml-engineering, network/benchmarks)."""
 
 _STEP_BYTES = 512 * 1024
@@ -102,8 +102,8 @@ _SPREAD: dict[Bound, tuple[float, float]] = {"central": (1.0, 1.0), "low": (0.7,
 """Factors of latencies and of bandwidths at the ends of intervals: what published measurements of equal size differ by. Chosen so that
 nine tenths of Vidur's, vTrain's and ml-engineering's times on A100s lie inside (``python -m studies.validation`` counts them)."""
 
-NVLINK_MESSAGE_PART = 0.9
-"""Part of an NVLink's nominal bandwidth that one large message reaches; rings reach less. Copies between two A100s are published at
+NVLINK_MESSAGE_FRACTION = 0.9
+"""Fraction of an NVLink's nominal bandwidth that one large message reaches; rings reach less. Copies between two A100s are published at
 274 of 300 GB/s (https://github.com/stas00/ml-engineering, network/benchmarks)."""
 
 _MESSAGE_LL_BYTES = 16 * 1024
@@ -176,7 +176,7 @@ class Communicator:
     def _ways(self, function: CollectiveName, bound: Bound) -> Iterator[Way]:
         """Yield each algorithm in each protocol."""
         # Sums in switches need drivers, containers and settings that allow them: at worst they are not to be had.
-        has_nvls = self.num_hosts == 1 and self.num_ranks > 2 and self.generation in _NVLS_PART
+        has_nvls = self.num_hosts == 1 and self.num_ranks > 2 and self.generation in _NVLS_FRACTION
         if self.in_switch_sums and has_nvls and function == "all_reduce" and bound != "high":
             yield _NVLS
         for way in _BASE_US:
@@ -217,7 +217,7 @@ class Communicator:
             case ("ring", "LL128"):
                 bus = min(bus * 0.92, channels * _RING_LL128_GB[generation])
             case ("nvls", _):
-                return bus * _GB * _NVLS_PART[generation] * self.num_ranks / (self.num_ranks + 1)
+                return bus * _GB * _NVLS_FRACTION[generation] * self.num_ranks / (self.num_ranks + 1)
             case ("ring", "Simple"):
                 pass
             case ("tree", protocol):
@@ -225,10 +225,10 @@ class Communicator:
                 if protocol == "LL":
                     bus = min(bus / 3.8, ll)
                 elif protocol == "LL128":
-                    part = 7 / 9 if self.num_hosts == 1 else 120 / 128
-                    bus = min(bus * part, channels * _TREE_LL128_GB[generation][index])
+                    fraction = 7 / 9 if self.num_hosts == 1 else 120 / 128
+                    bus = min(bus * fraction, channels * _TREE_LL128_GB[generation][index])
                 size = int(log2(max(1.0, size_bytes / 64)))
-                parts = _TREE_PARTS[protocol]
-                bus *= parts[size] if size < len(parts) else 1.0
+                fractions = _TREE_FRACTIONS[protocol]
+                bus *= fractions[size] if size < len(fractions) else 1.0
         algorithm = bus / 2 if way[0] == "tree" else COLLECTIVES[function].whole(bus, self.num_ranks)
         return algorithm * _GB

@@ -138,19 +138,19 @@ def backward_work(
         attention=attention,
     )
     products: list[Matmul] = []
-    for part in forward.matmuls:
-        products.append(Matmul(m=part.m, n=part.k, k=part.n, num=part.num))
-        products.append(Matmul(m=part.k, n=part.n, k=part.m, num=part.num))
-    attention_parts: list[Attention] = []
+    for product in forward.matmuls:
+        products.append(Matmul(m=product.m, n=product.k, k=product.n, num=product.num))
+        products.append(Matmul(m=product.k, n=product.n, k=product.m, num=product.num))
+    attention_ops: list[Attention] = []
     for item in forward.attention:
-        attention_parts += [item, item] if item.materialised else [item.model_copy(update={"backward": True})]
+        attention_ops += [item, item] if item.materialised else [item.model_copy(update={"backward": True})]
     gradient_bytes = (
         sum(group.num_trainable for group in spec.param_groups_of(segment)) * FORMATS[dtype].element_bytes
     )
     return forward.model_copy(
         update={
             "matmuls": tuple(products),
-            "attention": tuple(attention_parts),
+            "attention": tuple(attention_ops),
             "elementwise_bytes": 2 * forward.elementwise_bytes,
             "num_exponentials": 0,
             "num_kernels": 2 * forward.num_kernels,

@@ -18,10 +18,10 @@ from costmodel.models.pieces import (
     AttentionImpl,
     Pass,
     attention_core,
-    attention_part,
     lookup,
     norm,
     seen_tokens,
+    traced_attention,
 )
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
@@ -266,7 +266,7 @@ def _up_to_mlp(
     """Play a block up to its MLP; return the residual stream, the MLP's input, and what stays alive meanwhile."""
     entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
     normed = _normed_before(trace, spec, entry)
-    attended, kept = attention_part(trace, spec, shape)
+    attended, kept = traced_attention(trace, spec, shape)
     attended = _normed_after(trace, spec, attended)
     if shape.num_kept:
         entry = lookup(trace, shape.kept_rows * spec.hidden_size)
@@ -346,7 +346,7 @@ def _parallel_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Wo
     """Play a block whose attention and MLP read the same hidden state."""
     entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
     normed = norm(trace, spec, entry)
-    attended, kept = attention_part(trace, spec, shape)
+    attended, kept = traced_attention(trace, spec, shape)
     other = norm(trace, spec, entry) if spec.residual == "parallel" else normed
     output = _mlp(trace, spec, shape, other)
     total = trace.map(attended, output)
@@ -423,7 +423,7 @@ def _shared_expert(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> TracedBu
 def _masked_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
     """Play RoBERTa's block, which norms what it adds, behind attention and behind the MLP."""
     entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
-    attended, kept = attention_part(trace, spec, shape)
+    attended, kept = traced_attention(trace, spec, shape)
     residual = _added_and_normed(trace, spec, entry, attended)
     inner = _first_of_mlp(trace, spec, shape, residual)
     output = trace.linear(shape.rows, spec.intermediate_size, spec.hidden_size)

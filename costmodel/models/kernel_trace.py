@@ -120,7 +120,7 @@ class KernelTrace:
         for name, count in before.items():
             setattr(self, name, count + times * (getattr(self, name) - count))
         once = self.matmuls[first:]
-        self.matmuls[first:] = [part.model_copy(update={"num": times * part.num}) for part in once]
+        self.matmuls[first:] = [op.model_copy(update={"num": times * op.num}) for op in once]
 
     def work(self, *, output_bytes: int = 0) -> Work:
         """Return the work recorded; `output_bytes` of the peak are the segment's output, which its caller holds."""

@@ -73,7 +73,7 @@ def seen_tokens(spec: ModelSpec, block: int, seq: int) -> int:
     return window if window < seq else 0
 
 
-def attention_part(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBuffer, TracedBuffer]:
+def traced_attention(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBuffer, TracedBuffer]:
     """Play projections and attention; return its output and what stays alive to the end of the block."""
     queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.value_dim
     q, k, v, *held = _project_latents(trace, spec, shape) if spec.latent else _project(trace, spec, shape)

@@ -45,7 +45,7 @@ _NOT_FITTED = frozenset(
         "step_s",
         "reference_s",
         "slowdown",
-        "slowdown_part",
+        "slowdown_fraction",
     }
 )
 """Constants that durations of single operations cannot tell."""

@@ -35,9 +35,9 @@ RENAMED: Mapping[str, str] = {
     "constants.name=code_rate.*": "quant_rate.*",
     "constants.name=quant_rate.moves*": "quant_rate.updates*",
     "constants.name=draw_rate.*": "sampling_rate.*",
-    "constants.name=shared_draw_part*": "shared_sampling_part*",
-    "constants.name=pace_part.draws": "slowdown_part.sampling",
-    "constants.name=pace_part.*": "slowdown_part.*",
+    "constants.name=shared_draw_part*": "shared_sampling_fraction*",
+    "constants.name=pace_part.draws": "slowdown_fraction.sampling",
+    "constants.name=pace_part.*": "slowdown_fraction.*",
     "constants.name=pace_s": "reference_s",
     "constants.name=pace": "slowdown",
     "constants.name=sweep_*": "param_pass_*",
@@ -70,11 +70,11 @@ CONSTANT_UNITS: dict[str, str] = {
     "exponential_rate": "number/s",
     "factor_rate": "flop/s",
     "sampling_rate": "number/s",
-    "shared_sampling_part": "1",
+    "shared_sampling_fraction": "1",
     "sharing_s": "s",
     "split_s": "s",
     "seed_s": "s",
-    "skip_part": "1",
+    "skip_fraction": "1",
     "jump_s": "s",
     "kept_row_s": "s",
     "cast_rate": "number/s",
@@ -92,7 +92,7 @@ CONSTANT_UNITS: dict[str, str] = {
     "ranks_slowdown": "1",
     "reference_s": "s",
     "slowdown": "1",
-    "slowdown_part": "1",
+    "slowdown_fraction": "1",
     "message_s": "s",
     "busy_latency_s": "s",
     "busy_core_s": "s",
@@ -138,12 +138,12 @@ CONSTANT_UNITS: dict[str, str] = {
     Of factorisations of thin matrices in float64, as increments are compacted with.
 ``sampling_rate.<distribution>.<dtype>``
     Random numbers written per second, by one thread of a CPU.
-``shared_sampling_part[.<distribution>.<dtype>]``, ``sharing_s``
+``shared_sampling_fraction[.<distribution>.<dtype>]``, ``sharing_s``
     Part of that time that a number takes where all of a CPU's threads draw at once; what it takes to get them
     together and apart.
 ``split_s``, ``seed_s``
     Time until all of them draw from the middle of one generator's numbers; time to seed a generator.
-``skip_part[.<distribution>.<dtype>]``, ``jump_s``, ``kept_row_s``
+``skip_fraction[.<distribution>.<dtype>]``, ``jump_s``, ``kept_row_s``
     Part of a number's time that passing over it takes; time of a jump, however far; time per row that is picked out of a
     table's numbers.
 ``cast_rate[.<dtype>[.<dtype>]]``
@@ -163,7 +163,7 @@ CONSTANT_UNITS: dict[str, str] = {
     How many times as long work takes where every core of a host has a rank of one thread, which meets the others now and
     then: they share caches and memory, and wait for the slowest. Operations of one process that leave each other a core count
     the same.
-``reference_s``, ``slowdown``, ``slowdown_part.<type of work>``
+``reference_s``, ``slowdown``, ``slowdown_fraction.<type of work>``
     What a reference computation takes at full speed, and how many times as long it took at the speed that the rates are for.
     The third is the part of that slowing that a type of work sees: see :mod:`costmodel.rates.slowdown`.
 ``message_s``, ``loopback_bandwidth``, ``busy_latency_s``, ``busy_core_s``
@@ -191,7 +191,7 @@ _OPTIONAL_CONSTANTS = frozenset(
         "seed_s",
         "reference_s",
         "slowdown",
-        "slowdown_part",
+        "slowdown_fraction",
         "attention_diagonal_len",
         "burst",
         "multiprocessors",

@@ -60,7 +60,7 @@ class Slowdown:
         What the reference takes at full speed.
     ratio, low, high : float
         Median of what it took, over that, and the range of this over seconds of the calibration.
-    parts : mapping of str to float
+    fractions : mapping of str to float
         Part of the reference's slowing that each kind of work sees; kinds that were not seen slowed are left out.
     """
 
@@ -68,7 +68,7 @@ class Slowdown:
     ratio: float
     low: float
     high: float
-    parts: Mapping[WorkType, float]
+    fractions: Mapping[WorkType, float]
 
 
 def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
@@ -78,11 +78,11 @@ def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
     source = "median time of the reference while calibrating, over that"
     constants.append(_constant("slowdown", 1.0, 1.0, max(1.0, slowdown.high), source))
     for kind in _CONSTANTS:
-        part = slowdown.parts.get(kind)
+        fraction = slowdown.fractions.get(kind)
         source = "slowing of this work with that of the reference"
-        if part is None:
-            part, source = 1.0, "assumed: slows as the reference does, none was seen slowed"
-        constants.append(_constant(f"slowdown_part.{kind}", part, part / 2, 2 * part, source))
+        if fraction is None:
+            fraction, source = 1.0, "assumed: slows as the reference does, none was seen slowed"
+        constants.append(_constant(f"slowdown_fraction.{kind}", fraction, fraction / 2, 2 * fraction, source))
     return at_slowdown(profile.with_constants(*constants, origin=profile.origin), slowdown.ratio)
 
 
@@ -132,8 +132,8 @@ def _slowing(profile: Profile, constant: str, own: float, ratio: float) -> float
     kind = _KIND_OF.get(constant)
     if kind is None:
         return 1.0
-    part = profile.values()[f"slowdown_part.{kind}"]
-    return (1 + part * (ratio - 1)) / (1 + part * (own - 1))
+    fraction = profile.values()[f"slowdown_fraction.{kind}"]
+    return (1 + fraction * (ratio - 1)) / (1 + fraction * (own - 1))
 
 
 def _constant(name: str, value: float, low: float, high: float, source: str) -> Constant:

@@ -49,7 +49,7 @@ _PER_INTERVAL = 40
 """References, two for each sample of some milliseconds."""
 
 _ENOUGH = 10
-_LEAST_PART = 0.05
+_LEAST_FRACTION = 0.05
 _KINDS: Mapping[str, WorkType] = {
     **dict.fromkeys(("matmul", "attention", "factor"), "products"),
     **dict.fromkeys(("draw", "skip", "jump", "rows"), "sampling"),
@@ -312,8 +312,10 @@ def _slowdown(sampled: Sequence[_Samples], measurements: Sequence[Measurement], 
             is_slowed = _SLOWED * fast_s <= min(pair) and max(pair) <= _FAR * fast_s and wait <= _WAITED
             if kind is not None and is_slowed:
                 followed[kind].append((second / measured.seconds - 1) / (fmean(pair) / fast_s - 1))
-    parts = {
-        kind: max(_LEAST_PART, median(ratios)) for kind, ratios in followed.items() if len(ratios) >= _ENOUGH
+    fractions = {
+        kind: max(_LEAST_FRACTION, median(ratios))
+        for kind, ratios in followed.items()
+        if len(ratios) >= _ENOUGH
     }
     # In the order of time: rounds of all probes, without what was added for some.
     in_order = [
@@ -322,4 +324,4 @@ def _slowdown(sampled: Sequence[_Samples], measurements: Sequence[Measurement], 
         for pair in around
         for second in pair
     ]
-    return Slowdown(fast_s, *slowdown_of(intervals_of(in_order, fast_s, _PER_INTERVAL)), parts)
+    return Slowdown(fast_s, *slowdown_of(intervals_of(in_order, fast_s, _PER_INTERVAL)), fractions)

@@ -50,9 +50,9 @@ _LONG_S = 10.0
 _LEAST_LEFT = 0.1
 """Least part of a machine that others are taken to have left for a step."""
 
-_NUM_PARTS = 2
+_NUM_FOLDS = 2
 _NAMED = 3
-_HEEDED_PART, _LEAST_HEED = 0.1, 0.2
+_FULL_WEIGHT_SHARE, _LEAST_WEIGHT = 0.1, 0.2
 _HEED_ALONE = 0.5
 """What operations take again and again by themselves, caches warm, counts half as far as what they take in steps."""
 
@@ -266,8 +266,8 @@ def fitted(
         profile, fit = _with_quant_rates(profile, fit, quantized)
     ratios: list[float] = []
     residuals: list[Row] = []
-    for number in range(_NUM_PARTS):
-        unseen = steps[number::_NUM_PARTS]
+    for number in range(_NUM_FOLDS):
+        unseen = steps[number::_NUM_FOLDS]
         seen = [step for step in steps if step not in unseen]
         other, _ = _fitted(base, measurements, seen)
         there = _at_slowdown(other, slowdown)
@@ -375,4 +375,4 @@ def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement
 def _weight(measurement: Measurement, step: WholeStep, timeline: Timeline) -> float:
     """Return the weight of what spans of a step took in a fit: 1 if they are a tenth of it."""
     per_step = measurement.num_samples / len(timeline.periodic_steps)
-    return min(1.0, max(_LEAST_HEED, per_step * measurement.seconds / (_HEEDED_PART * step.seconds)))
+    return min(1.0, max(_LEAST_WEIGHT, per_step * measurement.seconds / (_FULL_WEIGHT_SHARE * step.seconds)))

@@ -197,8 +197,8 @@ def lost_beside(exchanges: Callable[[], object], gather: Gather) -> tuple[float,
     for _ in range(_NUM_ROUNDS):
         alone_s = median(_timed(together, _NUM_BURSTS // 2))
         rounds.append(_lost(exchanges, burst, gather, alone_s))
-    parts, spans = zip(*rounds, strict=True)
-    return median(parts), median(spans)
+    fractions, spans = zip(*rounds, strict=True)
+    return median(fractions), median(spans)
 
 
 def _lost(

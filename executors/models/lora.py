@@ -27,7 +27,7 @@ from executors.models.weight_files import write_tensors
 from topology.errors import ModelError
 
 _HOOK = "_zosim_lora_hook"
-_PARTS = (
+_TENSOR_NAMES = (
     "lora_A",
     "lora_B",
     "lora_scale",
@@ -100,7 +100,7 @@ def merge_lora(model: nn.Module) -> None:
             product = outer @ inner
             module.weight += product if isinstance(module, nn.Linear) else product.T
             getattr(module, _HOOK).remove()
-            for name in [name for name in (*_PARTS, _HOOK) if hasattr(module, name)]:
+            for name in [name for name in (*_TENSOR_NAMES, _HOOK) if hasattr(module, name)]:
                 delattr(module, name)
 
 

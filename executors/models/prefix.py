@@ -23,7 +23,7 @@ from topology.errors import ModelError
 
 WEIGHTS_NAME = "prefix.safetensors"
 CONFIG_NAME = "prefix_config.json"
-_PARTS = ("prefix_keys", "prefix_values")
+_TENSOR_NAMES = ("prefix_keys", "prefix_values")
 
 
 def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
@@ -82,7 +82,7 @@ def load_prefix(model: nn.Module, directory: str | Path) -> None:
     paths = {id(module): name for name, module in model.named_modules()}
     for attention in _attentions(model):
         where = paths[id(attention)]
-        keys, values = (held.get(f"{where}.{part}") for part in _PARTS)
+        keys, values = (held.get(f"{where}.{part}") for part in _TENSOR_NAMES)
         if keys is None or values is None or keys.shape[1] % _head_width(model):
             raise ModelError(
                 f"the prefix {path} does not match {type(model).__name__}: nothing in it fits {where}"
@@ -95,7 +95,7 @@ def save_prefix(model: nn.Module, directory: str | Path, dtype: str | None = Non
     """Write a model's prefix as ``prefix.safetensors`` and ``prefix_config.json``."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    parts = {n: p.detach() for n, p in model.named_parameters() if n.rpartition(".")[2] in _PARTS}
+    parts = {n: p.detach() for n, p in model.named_parameters() if n.rpartition(".")[2] in _TENSOR_NAMES}
     config = model.config
     facts = {
         "num_virtual_tokens": next(iter(parts.values())).shape[0],
@@ -134,7 +134,7 @@ def _in_rows(states: Tensor) -> Tensor:
 
 
 def _attach(attention: nn.Module, keys: Tensor, values: Tensor, num_heads: int) -> None:
-    for name, part in zip(_PARTS, (keys, values), strict=True):
+    for name, part in zip(_TENSOR_NAMES, (keys, values), strict=True):
         attention.register_parameter(name, nn.Parameter(part.detach().clone()))
     prepend = _Prepend(num_heads, AttentionArguments(attention))
     attention.register_forward_pre_hook(prepend, with_kwargs=True)

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from costmodel.formats.distributions import COUNTER_BLOCK_ELEMENTS
 from executors.randomness.rng import MASK32, mixed, sample_into
-from executors.randomness.row_ranges import RowRange, batches_of, take_rows, touched_parts
+from executors.randomness.row_ranges import RowRange, batches_of, take_rows, touched_ranges
 from executors.randomness.samplers import RAW_BITS, DistributionSampler, Rademacher, raw_signs
 from executors.randomness.sequential import keep_rows
 from executors.threads import SamplingThreads, even_ranges
@@ -132,7 +132,7 @@ class CounterSampler:
             sampler.spread(self.raw_rows(rows, width, parameter, key, sampler).view(-1), out)
             return
         numel, starts = self._numels[parameter], rows.numpy() * width
-        parts = touched_parts(starts, width, numel, length)
+        parts = touched_ranges(starts, width, numel, length)
         seeds = self._seeds(parameter, [block for block, *_ in parts], key, sampler)
         if sampler.distribution.is_single_threaded:
             ranges = []

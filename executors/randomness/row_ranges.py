@@ -34,7 +34,7 @@ class RowRange:
     num: int
 
 
-def touched_parts(
+def touched_ranges(
     starts: NDArray[np.int64], width: int, numel: int, block_elements: int
 ) -> list[tuple[int, int, int]]:
     """Return (block, low, high) of each block of a table that has elements of rows: from the first of them to the last, counted in the block.
@@ -48,7 +48,7 @@ def touched_parts(
 
     Examples
     --------
-    >>> touched_parts(np.array([8, 12, 40]), 4, 44, 14)
+    >>> touched_ranges(np.array([8, 12, 40]), 4, 44, 14)
     [(0, 8, 14), (1, 0, 2), (2, 12, 14), (3, 0, 2)]
     """
     ends = starts + width

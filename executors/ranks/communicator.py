@@ -84,17 +84,17 @@ class Communicator:
         self.num_calls: Counter[str] = Counter()
         self.num_bytes: Counter[str] = Counter()
         self._members = {WORLD: tuple(range(self.world_size))}
-        for name, parts in process_groups.items():
-            own_parts = [tuple(part) for part in parts if self.rank in part]
-            # A partition has every rank in exactly one part.
-            if len(own_parts) != 1 or sum(map(len, parts)) != self.world_size:
+        for name, subgroups in process_groups.items():
+            own_subgroups = [tuple(subgroup) for subgroup in subgroups if self.rank in subgroup]
+            # A partition has every rank in exactly one subgroup.
+            if len(own_subgroups) != 1 or sum(map(len, subgroups)) != self.world_size:
                 raise RunError(
-                    f"group {name} is {[list(part) for part in parts]}, but {self.world_size} ranks run",
+                    f"group {name} is {[list(subgroup) for subgroup in subgroups]}, but {self.world_size} ranks run",
                     hint="start as many ranks as the plan has",
                 )
-            self._members[name] = own_parts[0]
+            self._members[name] = own_subgroups[0]
         with self.missing.joining():
-            self._groups = {name: self._made(parts) for name, parts in process_groups.items()}
+            self._groups = {name: self._made(subgroups) for name, subgroups in process_groups.items()}
             self._pairs = self._pairs_among({WORLD: [range(self.world_size)], **process_groups})
             self._control = dist.new_group(backend=_host_backend(), timeout=self._timeout)
             self.messages = self._made_messages(process_groups.get(PIPELINE, ()))
@@ -104,9 +104,9 @@ class Communicator:
             if self.messages is not None:
                 self.messages.connect(own)
 
-    def _made(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def _made(self, subgroups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Return this rank's process group of a partition."""
-        lists = [list(part) for part in parts]
+        lists = [list(subgroup) for subgroup in subgroups]
         backend = backends_of(self._device_type, _host_backend())
         # Not by a DeviceMesh: its groups would wait for half an hour.
         own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(
@@ -120,23 +120,25 @@ class Communicator:
             return {}
         made: dict[tuple[tuple[int, ...], ...], DuplexPair | None] = {}
         pairs = {}
-        for name, parts in process_groups.items():
-            key = tuple(tuple(part) for part in parts)
+        for name, subgroups in process_groups.items():
+            key = tuple(tuple(subgroup) for subgroup in subgroups)
             if key not in made:
-                made[key] = DuplexPair.among(parts, self.rank, backend=_host_backend(), timeout=self._timeout)
+                made[key] = DuplexPair.among(
+                    subgroups, self.rank, backend=_host_backend(), timeout=self._timeout
+                )
             if (pair := made[key]) is not None:
                 pairs[name] = pair
         return pairs
 
-    def _made_messages(self, parts: Sequence[Sequence[int]]) -> Messages | None:
+    def _made_messages(self, subgroups: Sequence[Sequence[int]]) -> Messages | None:
         """Return what carries messages within this rank's pipeline; None where no pipeline has several ranks."""
-        if all(len(part) == 1 for part in parts):
+        if all(len(subgroup) == 1 for subgroup in subgroups):
             return None
         host = _host_backend()
         is_host = self._device_type == "cpu" or host == "fake"
         device = host if is_host else dist.get_default_backend_for_device(self._device_type)
         return Messages(
-            parts,
+            subgroups,
             self.rank,
             backend=host,
             device_backend=device,

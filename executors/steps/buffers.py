@@ -385,15 +385,15 @@ def _placed_packed(memory: Tensor, section: ParamSection, bits: int) -> PlacedSe
 def _sections_of(
     forward_runner: ForwardRunner, alignment_bytes: int
 ) -> dict[ParamGroupWeights | FrozenWeights, ParamSection]:
-    parts: list[ParamSection] = []
+    sections: list[ParamSection] = []
     for group in forward_runner.param_groups:
         tensors = forward_runner.tensors_of(group.name)
         for what in (FrozenWeights(group.name), ParamGroupWeights(group.name)):
             kept = tuple(
                 tensor for tensor in tensors if tensor.trainable == isinstance(what, ParamGroupWeights)
             )
-            parts += [ParamSection(what, kept, group.segments, alignment_bytes)] if kept else []
-    return {section.what: section for section in parts}
+            sections += [ParamSection(what, kept, group.segments, alignment_bytes)] if kept else []
+    return {section.what: section for section in sections}
 
 
 def runs_alike(placed: PlacedSection, trait: Callable[[NamedTensor], Trait]) -> list[tuple[int, int, Trait]]:

@@ -56,13 +56,13 @@ class LoadedBatch:
 
     Attributes
     ----------
-    parts : tuple of MicroBatch
+    micro_batches : tuple of MicroBatch
         One, unless losses are accumulated.
     rows, rows_on_host : torch.Tensor or None
-        Ascending distinct tokens of all parts, where the program gathers rows; the same on the host.
+        Ascending distinct tokens of all micro-batches, where the program gathers rows; the same on the host.
     """
 
-    parts: tuple[MicroBatch, ...] = ()
+    micro_batches: tuple[MicroBatch, ...] = ()
     rows: Tensor | None = None
     rows_on_host: Tensor | None = None
 

@@ -56,7 +56,7 @@ class Interpreter:
     num_sampling_threads : int
         Threads that share draws on a CPU.
     num_micro_batches : int
-        Parts that a batch is forwarded in, whose losses are accumulated.
+        Micro-batches of a batch, whose losses are accumulated.
     watch_updates : bool
         Whether to count updates that rounding undoes.
     checksums : bool
@@ -309,7 +309,7 @@ class Interpreter:
         before = self._tickets
         if not self._resolved[phase]:
             return
-        # Ranks of one host run the same parts, so a count of them names the same one on each.
+        # Ranks of one host run the same phases, so a count of them names the same one on each.
         self._turn += 1
         makers = [
             partial(self._task, item, phase, frame, before, self._turn) for item in self._resolved[phase]
@@ -407,7 +407,7 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True)
 class _Resolved:
-    """An instruction with its action, and those of other streams, parts or ranks that it waits for."""
+    """An instruction with its action, and those of other streams, phases or ranks that it waits for."""
 
     instruction: Instruction
     action: Action

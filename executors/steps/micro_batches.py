@@ -1,4 +1,4 @@
-"""A step's batch in parts that are forwarded one after the other, and their losses as one."""
+"""A step's batch in micro-batches that are forwarded one after the other, and their losses as one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topology.errors import RunError
 def micro_batches(
     batch: Batch, positions: Tensor | None, count: int, *, is_of_texts: bool = False
 ) -> list[MicroBatch]:
-    """Return a batch in `count` parts of as many sequences each.
+    """Return a batch as `count` micro-batches of as many sequences each.
 
     A loss is the mean over labels, or that of texts over sequences.
 

@@ -93,8 +93,8 @@ class UpdateWatch:
         self._kept_in = min(formats.values(), key=lambda name: FORMATS[name].bits, default="")
         self._updated_in = self._kept_in
         groups = [store.trainable(group) for group, kept_in in formats.items() if kept_in == self._kept_in]
-        self._groups = {part.what.param_group for part in groups}
-        num_elements = sum(tensor.num_elements for part in groups for tensor in part.tensors)
+        self._groups = {section.what.param_group for section in groups}
+        num_elements = sum(tensor.num_elements for section in groups for tensor in section.tensors)
         # An odd stride does not stay in one column of a matrix.
         self._stride = (num_elements // (SAMPLED_ELEMENTS * max(1, len(groups)))) | 1
 

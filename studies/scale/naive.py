@@ -60,7 +60,7 @@ class _Model:
             rendezvous = graph.rendezvous(RunNode(1, item.id))
             arrivals = None
             if rendezvous is not None:
-                arrivals = self._came[rendezvous, self._world.process_groups[rendezvous[0]].part_of[rank]]
+                arrivals = self._came[rendezvous, self._world.process_groups[rendezvous[0]].subgroup_of[rank]]
                 arrivals.append(self.env.event())
             activity = template.activities["step", item.id]
             host_s = template.step_s if graph.opens_step(RunNode(1, item.id)) else 0.0
@@ -90,4 +90,4 @@ class _Model:
 
     def _position(self, rank: int, item: Instruction) -> int:
         group = self._world.process_groups[item.op.process_group]  # type: ignore[union-attr]
-        return group.parts[group.part_of[rank]].index(rank)
+        return group.subgroups[group.subgroup_of[rank]].index(rank)

@@ -185,7 +185,7 @@ CHOSEN = (
     Chosen("calling a collective", _NETWORK, _gpu_constant("call_s.collective"), 0.0, "NCCL's model alone"),
     Chosen("filling of channels", _NETWORK, _number(nccl, "_STEP_BYTES"), 0.0, "NCCL's model alone"),
     Chosen("part of planned bandwidth", _NETWORK, _number(nccl, "_REACHED"), 1 / 0.97, "all of it"),
-    Chosen("one message's part", ("p2p",), _number(machines, "NVLINK_MESSAGE_PART"), 0.8 / 0.9, "as rings"),
+    Chosen("one message's part", ("p2p",), _number(machines, "NVLINK_MESSAGE_FRACTION"), 0.8 / 0.9, "as rings"),
     Chosen(
         "energy of an operation",
         _STEPS,

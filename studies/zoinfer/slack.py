@@ -88,11 +88,11 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     arrivals = poisson(rate, options.seconds, seed=1)
     print(f"{len(arrivals)} requests in {options.seconds:g} s, a load of {options.load:g}\n")
     latencies, steps = [], []
-    for policy in ("none", "whole", "parts"):
-        step_s, num_parts = (whole, 1) if policy != "parts" else (sum(seconds), len(parts))
+    for policy in ("none", "whole", "segments"):
+        step_s, num_parts = (whole, 1) if policy != "segments" else (sum(seconds), len(parts))
         server = Server(max(0.0, one - request_s), request_s, 64, step_s, num_parts)
         reported = serve(server, arrivals, _policy(policy))
-        sent = list(parts) if policy == "parts" else [[r for part in parts for r in part]]
+        sent = list(parts) if policy == "segments" else [[r for part in parts for r in part]]
         seen = _under_load(live, probing, arrivals, sent if policy != "none" else [])
         latencies += [
             Row(
@@ -111,7 +111,7 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
 
 
 def _policy(name: str) -> Policy:
-    policies: dict[str, Policy] = {"none": "none", "whole": "whole", "parts": "parts"}
+    policies: dict[str, Policy] = {"none": "none", "whole": "whole", "segments": "segments"}
     return policies[name]
 
 

@@ -28,7 +28,7 @@ def test_every_processor_of_every_preset_has_a_profile(name):
                 "busy_core_s",
                 "reference_s",
                 "slowdown",
-                "slowdown_part",
+                "slowdown_fraction",
             }
             # A GPU's generators count: they are seeded, shared and moved ahead in no time; its passes over quantized values take as bytes do.
             absent |= (
@@ -49,7 +49,7 @@ def test_every_processor_of_every_preset_has_a_profile(name):
 def test_every_class_of_draws_has_a_rate_before_it_is_measured(sampling_class, hardware, device):
     values = datasheet_profile(load_preset(hardware), device).values()
     assert values[f"sampling_rate.{sampling_class}.float32"] > 0
-    assert f"skip_part.{sampling_class}.float32" in values or "skip_part" in values
+    assert f"skip_fraction.{sampling_class}.float32" in values or "skip_fraction" in values
 
 
 def test_threads_scale_compute_and_saturate_memory():

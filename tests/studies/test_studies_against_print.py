@@ -36,7 +36,7 @@ def test_cells_without_a_throughput_and_those_apart_are_left_out(rows):
 
 @pytest.mark.slow
 def test_the_section_counts_cells_of_both_papers(rows):
-    (table,) = (part for part in sheets_section(rows).parts if isinstance(part, Table))
+    (table,) = (part for part in sheets_section(rows).elements if isinstance(part, Table))
     counts = {line[0]: int(line[1]) for line in table.rows if line[0].startswith("**")}
     assert counts["**ZO2 throughput**"] + counts["**DistZO2 throughput**"] == counts["**both**"]
     assert 2 * counts["**both**"] == len(rows)

@@ -159,10 +159,10 @@ def test_a_server_answers_all_requests_beside_probes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["slack", *sizes, "--load", "0.05", "--seconds", "3", "--repeats", "2"])
     slack.main()
     rows = [row.split() for row in capsys.readouterr().out.splitlines()]
-    per_hour = {row[0]: float(row[2]) for row in rows if row and row[0] in ("none", "whole", "parts")}
+    per_hour = {row[0]: float(row[2]) for row in rows if row and row[0] in ("none", "whole", "segments")}
     assert per_hour["none"] == 0
     assert per_hour["whole"] > 0
-    assert per_hour["parts"] > 0
+    assert per_hour["segments"] > 0
 
 
 @pytest.mark.slow

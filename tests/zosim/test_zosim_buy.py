@@ -450,7 +450,7 @@ def test_what_a_function_cannot_take_is_said(wrong, complaint):
 
 def test_the_heads_of_the_tables_fit_in_eighty_columns():
     answer = buy_for("opt-125m", seq=64, machines="h200-1x", count=1, explain=0, simulate=0, deadline="9h")
-    costs, placements = (part for part in answer.report().parts if isinstance(part, Table))
+    costs, placements = (part for part in answer.report().elements if isinstance(part, Table))
     for table in (costs, placements):
         # A border and two spaces for each column.
         assert sum(len(head) + 3 for head in table.columns) < 80

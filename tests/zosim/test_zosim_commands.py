@@ -78,7 +78,7 @@ def test_perturbations_are_kept_where_that_is_asked_for_and_fits() -> None:
     sizes = [
         sum(
             part["size_bytes"]
-            for part in found["prediction"]["memory_parts"]
+            for part in found["prediction"]["memory_components"]
             if part["name"] == "perturbations"
         )
         for found in (kept, again)

@@ -53,7 +53,7 @@ def test_a_plan_with_edges_has_embedding_and_head(staged: Plan) -> None:
 
 def test_a_profile_with_a_pace_has_a_slowdown() -> None:
     profile = Profiles(resolve("cpu-laptop")).of("cpu0")
-    names = {"reference_s": "pace_s", "slowdown": "pace", "slowdown_part.products": "pace_part.products"}
+    names = {"reference_s": "pace_s", "slowdown": "pace", "slowdown_fraction.products": "pace_part.products"}
     slowed = with_slowdown(profile, Slowdown(1e-4, 1.2, 1.0, 1.5, {"products": 0.5}))
     old = slowed.model_dump(mode="json")
     assert {constant["name"] for constant in old["constants"]} >= set(names)

@@ -86,7 +86,7 @@ def test_a_page_names_the_hash_of_each_script_and_style_and_nothing_else(html: s
 
 def test_every_chart_has_a_picture_and_its_numbers(decision: Decision) -> None:
     page = page_of([Reported.of(decision)], decision)
-    figures = [part for part in page.parts if isinstance(part, Illustration)]
+    figures = [part for part in page.elements if isinstance(part, Illustration)]
     assert {figure.root for figure in figures} >= {"timeline", "memory-0"}
     assert all(figure.svg.startswith("<svg") and figure.numbers is not None for figure in figures)
     assert decision.chosen.describe() in page.to_html()

@@ -45,20 +45,20 @@ def test_waits_are_those_of_a_queue_by_hand():
     server, arrivals = Server(0, 4, 1, 6, num_segments=2), np.array([0.0, 10.0, 13.0])
     # none: 0-4, 10-14, 14-18. whole: probe 4-10. parts: 4-7, 7-10. A request at an end comes first.
     assert serve(server, arrivals, "none").latencies_s.tolist() == [4, 4, 5]
-    for policy in ("whole", "parts", "cancel"):
+    for policy in ("whole", "segments", "cancel"):
         served = serve(server, arrivals, policy)
         assert (served.latencies_s.tolist(), served.num_steps) == ([4, 4, 5], 1)
     late = np.array([0.0, 9.0, 13.0])
     assert serve(server, late, "whole").latencies_s.tolist() == [4, 5, 5]
-    assert serve(server, late, "parts").latencies_s.tolist() == [4, 5, 5]
+    assert serve(server, late, "segments").latencies_s.tolist() == [4, 5, 5]
     cancelled = serve(server, late, "cancel")
     assert (cancelled.latencies_s.tolist(), cancelled.num_steps, cancelled.num_cancelled) == (
         [4, 4, 4],
         0,
         1,
     )
-    assert serve(server, np.array([0.0, 8.0]), "parts").latencies_s.tolist() == [4, 6]
-    assert serve(server, np.array([0.0, 6.5]), "parts").latencies_s.tolist() == [4, 4.5]
+    assert serve(server, np.array([0.0, 8.0]), "segments").latencies_s.tolist() == [4, 6]
+    assert serve(server, np.array([0.0, 6.5]), "segments").latencies_s.tolist() == [4, 4.5]
 
 
 def queue_by_hand(server, arrivals, policy):
@@ -77,8 +77,8 @@ def queue_by_hand(server, arrivals, policy):
         elif policy == "cancel" and arrivals[taken] < now + server.step_s:
             now, lost = arrivals[taken], lost + 1
         else:
-            now += server.step_s / (server.num_segments if policy == "parts" else 1)
-            parts += 1 if policy == "parts" else server.num_segments
+            now += server.step_s / (server.num_segments if policy == "segments" else 1)
+            parts += 1 if policy == "segments" else server.num_segments
     return latencies, parts // server.num_segments, lost
 
 
@@ -127,7 +127,7 @@ def test_the_closed_form_is_a_priority_queue_that_is_never_idle():
     server, rate = Server(0.005, 0.015, 1, 0.24, num_segments=4), 20.0
     load, part_s = rate * 0.02, 0.06
     rates, services = (rate, (1 - load) / part_s), (0.02, part_s)
-    assert closed_mean_s(server, rate, "parts") - 0.02 == pytest.approx(cobham_wait_s(rates, services))
+    assert closed_mean_s(server, rate, "segments") - 0.02 == pytest.approx(cobham_wait_s(rates, services))
     assert closed_mean_s(server, rate, "none") - 0.02 == pytest.approx(cobham_wait_s((rate, 0.0), services))
     # Cobham's formula against a queue, where the classes together leave some time over.
     rates = (rate, 0.5 * rates[1])
@@ -135,7 +135,7 @@ def test_the_closed_form_is_a_priority_queue_that_is_never_idle():
     error = np.std(means, ddof=1) / np.sqrt(len(means))
     assert abs(np.mean(means) - cobham_wait_s(rates, services)) <= 4 * error
     # And the events of `zosim slack` against the same, at a load of 1.
-    served = [serve(server, poisson(rate, 400, seed), "parts").mean_s - 0.02 for seed in range(8)]
+    served = [serve(server, poisson(rate, 400, seed), "segments").mean_s - 0.02 for seed in range(8)]
     error = np.std(served, ddof=1) / np.sqrt(len(served))
     assert abs(np.mean(served) - cobham_wait_s((rate, (1 - load) / part_s), services)) <= 4 * error
 
@@ -208,8 +208,8 @@ def test_the_command_says_which_policies_keep_the_objective():
     result = CliRunner().invoke(app, arguments.split())
     policies = {row["policy"]: row for row in json.loads(result.stdout)["policies"]}
     assert not policies["whole"]["within_objective"]
-    assert policies["parts"]["within_objective"]
-    assert policies["parts"]["steps_per_hour"] > 2 * policies["cancel"]["steps_per_hour"]
+    assert policies["segments"]["within_objective"]
+    assert policies["segments"]["steps_per_hour"] > 2 * policies["cancel"]["steps_per_hour"]
     assert CliRunner().invoke(app, ["slack", "--request-ms", "20", "--rate", "10"]).exit_code != 0
     for objective in ("nan", "-1", "0"):
         refused = CliRunner().invoke(app, [*arguments.split(), "--p99-ms", objective])

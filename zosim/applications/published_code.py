@@ -80,11 +80,10 @@ def with_kernels(
     """Return `program` with its fused attention done by one kernel, and stored scores scaled, masked and normalised by one."""
 
     def changed(work: Work) -> Work:
-        parts = tuple(
-            part if part.materialised else part.model_copy(update={"kernel": attention})
-            for part in work.attention
+        ops = tuple(
+            op if op.materialised else op.model_copy(update={"kernel": attention}) for op in work.attention
         )
-        work = work.model_copy(update={"attention": parts})
+        work = work.model_copy(update={"attention": ops})
         return _with_fused_softmax(work) if fuses_softmax else work
 
     step = [replace(item, work=changed(item.work)) if item.work.attention else item for item in program.step]
@@ -140,9 +139,7 @@ class _Writer:
         work = _with_padded_heads(work)
         if segment == HEAD:
             # Logits and labels are shifted against each other by a copy, in float32 as the loss reads them.
-            shifted = (
-                sum(part.m * part.n * part.num for part in work.matmuls) * FORMATS["float32"].element_bytes
-            )
+            shifted = sum(op.m * op.n * op.num for op in work.matmuls) * FORMATS["float32"].element_bytes
             work = work.model_copy(update={"workspace_bytes": work.workspace_bytes + shifted})
         if self.plan.compute_dtype != self.dtype:
             work = self._under_autocast(segment, work)
@@ -150,7 +147,7 @@ class _Writer:
 
     def _under_autocast(self, segment: str, work: Work) -> Work:
         """Return a forward's work with activations as autocast has them, and its weights cast at the first sign only."""
-        hidden = sum(part.m * part.n for part in work.matmuls[:1]) if segment.startswith("block") else 0
+        hidden = sum(op.m * op.n for op in work.matmuls[:1]) if segment.startswith("block") else 0
         changes = {
             "elementwise_bytes": work.elementwise_bytes + _AUTOCAST_BYTES * hidden,
             "num_kernels": work.num_kernels + (_AUTOCAST_KERNELS if hidden else 0),
@@ -197,8 +194,8 @@ a product, and two additions of 16 bits to a float32 residual."""
 
 
 def _with_fused_softmax(work: Work) -> Work:
-    scores = sum(part.score_elements for part in work.attention if part.materialised)
-    num_casts = sum(part.materialised for part in work.attention)
+    scores = sum(op.score_elements for op in work.attention if op.materialised)
+    num_casts = sum(op.materialised for op in work.attention)
     saved = {
         "elementwise_bytes": work.elementwise_bytes - 8 * scores,
         "num_kernels": work.num_kernels - num_casts,
@@ -211,15 +208,15 @@ _HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
 def _with_padded_heads(work: Work) -> Work:
-    parts = [
-        part
-        if part.materialised
-        else part.model_copy(
-            update={"head_dim": next((dim for dim in _HEAD_DIMS if dim >= part.head_dim), part.head_dim)}
+    ops = [
+        op
+        if op.materialised
+        else op.model_copy(
+            update={"head_dim": next((dim for dim in _HEAD_DIMS if dim >= op.head_dim), op.head_dim)}
         )
-        for part in work.attention
+        for op in work.attention
     ]
-    return work.model_copy(update={"attention": tuple(parts)})
+    return work.model_copy(update={"attention": tuple(ops)})
 
 
 def _next_use(name: str, later: Sequence[Instruction]) -> Operation | None:

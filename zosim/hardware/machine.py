@@ -179,12 +179,12 @@ class Drives:
         reads: dict[str, float] = defaultdict(float)
         writes: dict[str, float] = defaultdict(float)
         for disk in disks:
-            part = disk.bandwidth_bytes_per_s / total
+            share = disk.bandwidth_bytes_per_s / total
             for name in topology.route(disk.id, memory).resource_ids:
-                reads[name] += part
+                reads[name] += share
             for name in topology.route(memory, disk.id).resource_ids:
                 # A disk's bandwidth is that of its reads: a byte written takes more of it.
-                writes[name] += part / (disk.write_share if name == disk.id else 1.0)
+                writes[name] += share / (disk.write_share if name == disk.id else 1.0)
 
         def rate(uses: Mapping[str, float]) -> float:
             return min(topology.resources[name].bandwidth_bytes_per_s / taken for name, taken in uses.items())
@@ -279,14 +279,14 @@ class Machine:
             tuple(self.wires.items()),
             tuple(index.get(name) for name in (self.kernels, self.cores, self.memory, self.issuer)),
             tuple(
-                (name, replace(path, uses=tuple((str(index[item]), part) for item, part in path.uses)))
+                (name, replace(path, uses=tuple((str(index[item]), share) for item, share in path.uses)))
                 for paths in (self.rings, self.channels, self.host_channels)
                 for name, path in paths.items()
             ),
             None
             if self.drives is None
             else tuple(
-                tuple((index[name], part) for name, part in uses)
+                tuple((index[name], share) for name, share in uses)
                 for uses in (self.drives.reads, self.drives.writes)
             ),
         )
@@ -478,14 +478,14 @@ class Machine:
         # Latency is spread over the transfer, so that alone it takes exactly its cost.
         limit = min((self.capacities[name] for name in route), default=math.inf)
         seconds = max(cost.seconds, size_bytes / limit)
-        parts = dict.fromkeys(route, 1.0)
+        shares = dict.fromkeys(route, 1.0)
         if far:
             # Which blocks lie far is not known: each is taken to lie there with its share of bytes.
             far_s = max(seconds, size_bytes / min(self.capacities[name] for name in far))
             seconds += self.far_share * (far_s - seconds)
-            parts = {name: 1.0 if name in far else 1 - self.far_share for name in route}
-            parts |= {name: self.far_share for name in far if name not in route}
-        uses = tuple(parts.items()) + self._issued(size_bytes, bound)
+            shares = {name: 1.0 if name in far else 1 - self.far_share for name in route}
+            shares |= {name: self.far_share for name in far if name not in route}
+        uses = tuple(shares.items()) + self._issued(size_bytes, bound)
         return Activity(seconds, size_bytes / seconds, self._flow_weight(bound), uses, cost.limiter)
 
     def _disk(self, cost: OperationCost, instruction: Instruction) -> Activity:

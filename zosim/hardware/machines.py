@@ -13,7 +13,7 @@ from typing import Any
 
 from costmodel.devices.collectives import LOOPBACK_BYTES_PER_S, MESSAGE_S
 from costmodel.devices.gpus import architecture_of
-from costmodel.devices.nccl import NVLINK_MESSAGE_PART, Communicator
+from costmodel.devices.nccl import NVLINK_MESSAGE_FRACTION, Communicator
 from costmodel.rates.profile import Profile
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -23,7 +23,7 @@ from topology.schema import Link
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.program.operations import Recv, Send
 
-_Parts = Sequence[Sequence[int]]
+_Subgroups = Sequence[Sequence[int]]
 _NEIGHBOURS = (-1, 1)
 _LINE = "pipeline"
 """The group whose neighbours send each other messages."""
@@ -34,7 +34,7 @@ def machines_for(
     topology: Topology,
     devices: Sequence[str],
     profiles: Profile | Sequence[Profile],
-    process_groups: Mapping[str, _Parts] = MappingProxyType({}),
+    process_groups: Mapping[str, _Subgroups] = MappingProxyType({}),
     known: KnownPaths | None = None,
     processes: Sequence[int] | None = None,
 ) -> tuple[Machine, ...]:
@@ -75,15 +75,15 @@ def machines_for(
     for rank, process in enumerate(processes or ()):
         if machines[rank].routes and num_driven[process] > 1:
             machines[rank] = machines[rank].issued_by(f"process{process}:copies")
-    for name, parts in process_groups.items():
-        for part in parts:
-            if len(part) > 1:
-                for rank, ring in zip(part, builder.rings(part), strict=True):
+    for name, subgroups in process_groups.items():
+        for subgroup in subgroups:
+            if len(subgroup) > 1:
+                for rank, ring in zip(subgroup, builder.rings(subgroup), strict=True):
                     machine = _reaching(machines[rank], [item for item, _ in ring.uses], topology)
                     rings = MappingProxyType({**machine.rings, name: ring})
                     machines[rank] = replace(machine, rings=rings)
             if name == _LINE:
-                for rank, offset, sent, received in builder.messages(part):
+                for rank, offset, sent, received in builder.messages(subgroup):
                     machines[rank] = _with_neighbour(machines[rank], name, offset, (sent, received), topology)
     return tuple(machines)
 
@@ -148,15 +148,15 @@ class _Builder:
             self._known.machines[key] = machine.among_ranks() if is_crowded else machine
         return self._known.machines[key]
 
-    def rings(self, part: Sequence[int]) -> list[Ring]:
-        """Return the place of each member of a part in its ring."""
-        devices = [self._devices[rank] for rank in part]
+    def rings(self, subgroup: Sequence[int]) -> list[Ring]:
+        """Return the place of each member of a subgroup in its ring."""
+        devices = [self._devices[rank] for rank in subgroup]
         hops = (
             self._over_nvlinks(devices)
-            or self._over_rails(part, devices)
+            or self._over_rails(subgroup, devices)
             or [
                 self._hop(self._profiles[rank], *ends)
-                for rank, ends in zip(part, itertools.pairwise((*devices, devices[0])), strict=True)
+                for rank, ends in zip(subgroup, itertools.pairwise((*devices, devices[0])), strict=True)
             ]
         )
         latency_s = max(hop.latency_s for hop in hops)
@@ -164,7 +164,7 @@ class _Builder:
         nccl = self._communicator(devices, hops, bandwidth)
         slowest = {"latency_s": latency_s, "bandwidth_bytes_per_s": bandwidth, "nccl": nccl}
         own = [{item.name: getattr(hop, item.name) for item in fields(Hop)} for hop in hops]
-        return [Ring(**{**hop, **slowest}, num_ranks=len(part)) for hop in own]
+        return [Ring(**{**hop, **slowest}, num_ranks=len(subgroup)) for hop in own]
 
     def _communicator(
         self, devices: Sequence[str], hops: Sequence[Hop], bandwidth: float
@@ -192,7 +192,7 @@ class _Builder:
             ),
         )
 
-    def _over_rails(self, part: Sequence[int], devices: Sequence[str]) -> list[Hop] | None:
+    def _over_rails(self, subgroup: Sequence[int], devices: Sequence[str]) -> list[Hop] | None:
         """Return each GPU's sends in rings over several hosts, None where a host has but one of them.
 
         NCCL makes a ring for each network adapter, which leaves a host by it and passes all its GPUs. So every adapter
@@ -214,7 +214,7 @@ class _Builder:
             following = members[(number + 1) % len(members)]
             rails: dict[str, float] = {}
             for here, there in zip(positions[:num_rings], following[:num_rings], strict=True):
-                across = self._hop(self._profiles[part[here]], devices[here], devices[there])
+                across = self._hop(self._profiles[subgroup[here]], devices[here], devices[there])
                 narrowest = min(
                     (name for name, _ in across.uses),
                     key=lambda name: self._topology.resources[name].bandwidth_bytes_per_s,
@@ -226,7 +226,7 @@ class _Builder:
             bandwidth = min(bandwidth, sum(rails.values()))
             ring = [devices[position] for position in positions]
             within = self._over_nvlinks(ring) or [
-                self._hop(self._profiles[part[position]], *ends)
+                self._hop(self._profiles[subgroup[position]], *ends)
                 for position, ends in zip(positions, itertools.pairwise((*ring, ring[0])), strict=True)
             ]
             bandwidth = min(bandwidth, *(hop.bandwidth_bytes_per_s for hop in within))
@@ -235,12 +235,12 @@ class _Builder:
                     sends[position][name] = sends[position].get(name, 0.0) + share
         return [Hop(latency_s, bandwidth, tuple(taken.items()), "network") for taken in sends]
 
-    def messages(self, part: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
+    def messages(self, subgroup: Sequence[int]) -> Iterator[tuple[int, int, _Hops, _Hops]]:
         """Yield every member with the offset of each neighbour, and the hops there and back, of each kind."""
-        for position, rank in enumerate(part):
+        for position, rank in enumerate(subgroup):
             for offset in _NEIGHBOURS:
-                if 0 <= position + offset < len(part):
-                    other = part[position + offset]
+                if 0 <= position + offset < len(subgroup):
+                    other = subgroup[position + offset]
                     here, there = self._devices[rank], self._devices[other]
                     sent = self._hops_between(self._profiles[rank], here, there)
                     yield rank, offset, sent, self._hops_between(self._profiles[other], there, here)
@@ -281,14 +281,14 @@ class _Builder:
             return None
         sends: dict[str, dict[str, float]] = {device: {} for device in devices}
         for ring in rings.rings:
-            part = ring.bandwidth_bytes_per_s / rings.both_ways_bytes_per_s
+            fraction = ring.bandwidth_bytes_per_s / rings.both_ways_bytes_per_s
             order = (*ring.gpu_ids, ring.gpu_ids[0])
             # Two GPUs go there and back over one link.
             link_ids = ring.link_ids * 2 if len(devices) == 2 else ring.link_ids
             for (here, there), link_id in zip(itertools.pairwise(order), link_ids, strict=True):
                 for sender in (here, there)[: rings.num_directions]:
                     name = link_resource_id(links[link_id], sender)
-                    sends[sender][name] = sends[sender].get(name, 0.0) + part
+                    sends[sender][name] = sends[sender].get(name, 0.0) + fraction
         latency_s = max(links[link_id].latency_s for ring in rings.rings for link_id in ring.link_ids)
         latency_s += MESSAGE_S["gpu"]
         return [
@@ -375,5 +375,5 @@ class _Builder:
         reached = narrowest.type.efficiency
         if narrowest.type.technology == "nvlink" and reached is not None:
             nominal = hop.bandwidth_bytes_per_s / reached.in_si("ratio")
-            nccl = replace(nccl, message_bytes_per_s=nominal * NVLINK_MESSAGE_PART)
+            nccl = replace(nccl, message_bytes_per_s=nominal * NVLINK_MESSAGE_FRACTION)
         return replace(hop, nccl=nccl)

@@ -38,9 +38,9 @@ from zosim.program.step_graph import StepGraph
 
 
 class _Event(NamedTuple):
-    """An instruction in one of two consecutive parts: 0 the earlier, 1 the later."""
+    """An instruction in one of two consecutive phases: 0 the earlier, 1 the later."""
 
-    part: int
+    phase: int
     order: int
     instruction: Instruction
 
@@ -138,19 +138,19 @@ def without_implied(program: Program) -> Program:
 
 
 def connected_by_conflicts(
-    before: Sequence[Instruction], part: Sequence[Instruction]
+    before: Sequence[Instruction], phase: Sequence[Instruction]
 ) -> tuple[Instruction, ...]:
-    """Return `part`, which runs after `before`, with one edge per conflict that streams do not order."""
-    edges = _conflicting(before, part)
-    return tuple(replace(instruction, after=after) for instruction, after in zip(part, edges, strict=True))
+    """Return `phase`, which runs after `before`, with one edge per conflict that streams do not order."""
+    edges = _conflicting(before, phase)
+    return tuple(replace(instruction, after=after) for instruction, after in zip(phase, edges, strict=True))
 
 
 def _conflicting(
-    before: Iterable[Instruction], part: Iterable[Instruction], *, of_peers: bool = False
+    before: Iterable[Instruction], phase: Iterable[Instruction], *, of_peers: bool = False
 ) -> Iterator[tuple[Dependency, ...]]:
-    """Yield for each instruction of `part` what it conflicts with: on other streams of its rank, or on its peers."""
+    """Yield for each instruction of `phase` what it conflicts with: on other streams of its rank, or on its peers."""
     touched = _Touched(before)
-    for order, instruction in enumerate(part):
+    for order, instruction in enumerate(phase):
         conflicts = touched.conflicts(instruction, of_peers=of_peers)
         yield _edges(None if of_peers else instruction.stream, conflicts)
         touched.add(_Event(1, order, instruction))
@@ -164,25 +164,25 @@ def _edges(stream: Stream | None, conflicts: Iterable[_Event]) -> tuple[Dependen
         if other != stream and (other not in latest or latest[other][:2] < event[:2]):
             latest[other] = event
     in_order = sorted(latest.values(), key=lambda event: event[:2])
-    return tuple(Dependency(event.instruction.id, 1 - event.part) for event in in_order)
+    return tuple(Dependency(event.instruction.id, 1 - event.phase) for event in in_order)
 
 
 def _with_peers(
-    part: tuple[Instruction, ...], before: Sequence[Instruction], shared: frozenset[str], group: str
+    phase: tuple[Instruction, ...], before: Sequence[Instruction], shared: frozenset[str], group: str
 ) -> tuple[Instruction, ...]:
-    """Return `part`, which runs after `before`, with what each waits for on the other ranks of its host.
+    """Return `phase`, which runs after `before`, with what each waits for on the other ranks of its host.
 
     All run the same instructions, so whatever one of them would conflict with on its own rank, it conflicts with on
     the others; except that two shares are never of the same bytes.
     """
     if not shared:
-        return part
+        return phase
     of_peers = _conflicting(
-        *([_only(item, shared) for item in listed] for listed in (before, part)), of_peers=True
+        *([_only(item, shared) for item in listed] for listed in (before, phase)), of_peers=True
     )
     return tuple(
         replace(item, after=(*item.after, *(replace(edge, process_group=group) for edge in edges)))
-        for item, edges in zip(part, of_peers, strict=True)
+        for item, edges in zip(phase, of_peers, strict=True)
     )
 
 
@@ -194,11 +194,11 @@ def _only(instruction: Instruction, shared: frozenset[str]) -> Instruction:
     )
 
 
-def _chained(before: Sequence[Instruction], part: Sequence[Instruction]) -> tuple[Instruction, ...]:
+def _chained(before: Sequence[Instruction], phase: Sequence[Instruction]) -> tuple[Instruction, ...]:
     connected = []
     # The listed order would be right on a single stream, so it is the chain.
     previous = Dependency(before[-1].id, 1)
-    for instruction in part:
+    for instruction in phase:
         connected.append(replace(instruction, after=(previous,)))
         previous = Dependency(instruction.id)
     return tuple(connected)

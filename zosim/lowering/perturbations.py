@@ -461,7 +461,9 @@ class Perturbations(AxisWriter):
         width = FORMATS[self._storage.sampling_format].element_bytes
         # Factors are multiplied out unless they are all that is wanted.
         products = self.products(group) if keep != "factors" else ()
-        scaled = sum(part.m * part.n for part in products) if self._rank.distribution.rank_power else 0
+        scaled = (
+            sum(product.m * product.n for product in products) if self._rank.distribution.rank_power else 0
+        )
         num_rows = self._num_rows(group.num_trainable) * self._rank.model.embed_dim if keep == "rows" else 0
         return sampling_work(
             num_sampled(group, self._plan.perturbations),

@@ -108,17 +108,17 @@ class BlockBounder:
 
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
-        part, num_staging_buffers = _part(plan, rank), plan.residency.num_staging_buffers
+        role, num_staging_buffers = _role(plan, rank), plan.residency.num_staging_buffers
         # Ranks that do the same on machines alike but for names have one bound.
-        key = part, num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
+        key = role, num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._known_bounds:
-            if (part, num_staging_buffers) not in self._buffers:
-                self._buffers[part, num_staging_buffers] = StepWriter(plan, rank).buffers()
+            if (role, num_staging_buffers) not in self._buffers:
+                self._buffers[role, num_staging_buffers] = StepWriter(plan, rank).buffers()
             stage, loads = self._stage(plan, rank, machine)
-            two_blocks = self._two_blocks[part]
+            two_blocks = self._two_blocks[role]
             memory = footprint_of(
-                self._buffers[part, num_staging_buffers],
-                two_blocks.workspace_bytes(self._loss_work(plan, rank, part)),
+                self._buffers[role, num_staging_buffers],
+                two_blocks.workspace_bytes(self._loss_work(plan, rank, role)),
                 machine.profile,
             )
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
@@ -130,15 +130,15 @@ class BlockBounder:
 
         Of these the number of staging buffers changes the first alone, and chunks of the loss what the head's forwards take.
         """
-        part = _part(plan, rank)
-        if part not in self._two_blocks:
+        role = _role(plan, rank)
+        if role not in self._two_blocks:
             # Not connected: executions know their order, and only conflicts within one are looked for.
             small, standing = self._shortened(_at_once(plan), rank)
-            self._two_blocks[part] = _TwoBlocks(unordered(small, rank), standing)
-        two_blocks = self._two_blocks[part]
-        key = part, plan.forward.loss_chunk_tokens, machine.shape
+            self._two_blocks[role] = _TwoBlocks(unordered(small, rank), standing)
+        two_blocks = self._two_blocks[role]
+        key = role, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._prices:
-            loss = self._loss_work(plan, rank, part)
+            loss = self._loss_work(plan, rank, role)
             # Every resource has a place, so that loads of machines alike can be added by position.
             loads = dict.fromkeys(machine.capacities, 0.0)
             seconds = []
@@ -164,13 +164,13 @@ class BlockBounder:
         prices, graph = self._prices[key], two_blocks.graph(plan.residency.num_staging_buffers)
         return StageStep(graph, prices.seconds, machine.step_s()), prices.loads
 
-    def _loss_work(self, plan: Plan, rank: int, part: Hashable) -> Work | None:
+    def _loss_work(self, plan: Plan, rank: int, role: Hashable) -> Work | None:
         """Return the work of a forward of the head that takes the loss in chunks; None for a loss at once."""
         if (num_tokens := plan.forward.loss_chunk_tokens) is None:
             return None
-        if (part, num_tokens) not in self._losses:
-            self._losses[part, num_tokens] = StepWriter(plan, rank).loss_work()
-        return self._losses[part, num_tokens]
+        if (role, num_tokens) not in self._losses:
+            self._losses[role, num_tokens] = StepWriter(plan, rank).loss_work()
+        return self._losses[role, num_tokens]
 
     def _activity(self, instruction: Instruction, program: Program, machine: Machine) -> Activity:
         # Equal work on one stream takes as long in every block.
@@ -198,7 +198,7 @@ class BlockBounder:
         }
 
 
-def _part(plan: Plan, rank: int) -> Hashable:
+def _role(plan: Plan, rank: int) -> Hashable:
     """Return what decides what a rank does, apart from the number of staging buffers.
 
     Of its position in the mesh these are its points, sequences and segments; and among how many ranks.

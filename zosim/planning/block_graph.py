@@ -240,12 +240,12 @@ class _Run:
         self._step_s = step_s
         self._run: MaxPlus[float] = MaxPlus(0.0, max)
         self._begin = 0
-        self._parts = []
+        self._repeated = []
         for execution, tables, own in zip(graph.executions, graph.tables, seconds, strict=True):
             nodes = [number for number, _ in tables[0]]
             # Of two nodes of an instruction the first takes its time.
             alone = [own[~n] if n < 0 else 0.0 if ~n in nodes else own[n] for n in nodes]
-            self._parts.append((execution.count, tables, alone))
+            self._repeated.append((execution.count, tables, alone))
 
     def until_exchange(self, arrivals: Sequence[float]) -> float:
         """Run a step until losses are exchanged, and return when the stage has come to that."""
@@ -255,7 +255,7 @@ class _Run:
         outside: list[Node] = [(_EXCHANGE + k, ()) for k in range(1 + len(came))]
         hosts = [self._step_s if stream == Stream.COMPUTE else 0.0 for stream in Stream]
         run.advance([*graph.opening, *outside], [*hosts, 0.0, *came])
-        self._execute(self._parts if graph.exchange is None else self._parts[: graph.exchange[0] + 1])
+        self._execute(self._repeated if graph.exchange is None else self._repeated[: graph.exchange[0] + 1])
         self.sent_s = [run.ends[self._begin + later][number] for later, number in graph.sends]
         return 0.0 if graph.exchange is None else run.ends[-1][~graph.exchange[1]]
 
@@ -266,14 +266,14 @@ class _Run:
             # The execution in which losses are exchanged, once more, now that it is known when they are.
             run.ends[self._begin][_EXCHANGE] = exchange_s
             del run.starts[-1], run.ends[-1]
-            self._execute(self._parts[exchange[0] :])
+            self._execute(self._repeated[exchange[0] :])
         position, number = self._graph.end
         return run.ends[self._begin + position][number]
 
-    def _execute(self, parts: Iterable[tuple[int, list[list[Node]], list[float]]]) -> None:
+    def _execute(self, repeated: Iterable[tuple[int, list[list[Node]], list[float]]]) -> None:
         """Run executions as often as they stand for, leaving out what only repeats."""
         run, num_staging_buffers = self._run, self._graph.num_staging_buffers
-        for count, tables, seconds in parts:
+        for count, tables, seconds in repeated:
             block = 0
             while block < count:
                 run.advance(tables[min(block, num_staging_buffers)], seconds)

@@ -1,4 +1,4 @@
-"""How much memory programs take, on every rank's device and on every host, with its parts named; and how long to pin it.
+"""How much memory programs take, on every rank's device and on every host, with its components named; and how long to pin it.
 
 Examples
 --------
@@ -38,7 +38,7 @@ class Footprint:
     components : tuple of MemoryComponent
         Buffers by role, the largest workspace of any instruction, and what the runtime takes.
     shared : tuple of MemoryComponent
-        Those of the host's parts that all ranks of the host have in common.
+        Those of the host's components that all ranks of the host have in common.
     is_cpu : bool
         Whether the device is a CPU, whose memory is the host's.
     """
@@ -63,7 +63,7 @@ class Footprint:
         return total_bytes(self.components, "disk")
 
     def describe(self) -> str:
-        """Return the parts on the device in words, the largest first."""
+        """Return the components on the device in words, the largest first."""
         return describe_components(component for component in self.components if component.where == "device")
 
 
@@ -107,11 +107,11 @@ class HostFootprint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all components."""
         return total_bytes(self.components, "host")
 
     def describe(self) -> str:
-        """Return the parts in words, the largest first."""
+        """Return the components in words, the largest first."""
         return describe_components(self.components)
 
 
@@ -146,7 +146,7 @@ class Footprints:
 
 
 def describe_components(components: Iterable[MemoryComponent]) -> str:
-    """Return parts in words, the largest first."""
+    """Return components in words, the largest first."""
     listed = sorted(components, key=lambda component: -component.size_bytes)
     return ", ".join(
         f"{component.name} {format_bytes(component.size_bytes)}"

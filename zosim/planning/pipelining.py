@@ -58,8 +58,8 @@ def pipelining(planned: PlannedRun) -> Pipelining:
     for number, split_point in enumerate(plan.split_points):
         sends = [
             item
-            for part in plan.mesh.pipelines
-            for item in planned.programs.program_of(part[number]).step
+            for pipeline in plan.mesh.pipelines
+            for item in planned.programs.program_of(pipeline[number]).step
             if isinstance(item.op, Send)
         ]
         traffic.append(

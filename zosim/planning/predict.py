@@ -1,4 +1,4 @@
-"""What a plan will do: step time with an interval, memory by parts, and what limits it."""
+"""What a plan will do: step time with an interval, memory by component, and what limits it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def front_data(decision: Decision) -> dict[str, Any]:
 
 
 def prediction_view(planned: PlannedRun) -> Table:
-    """Return a prediction: time, throughput, bottleneck, memory by parts, seconds by label."""
+    """Return a prediction: time, throughput, bottleneck, memory by component, seconds by label."""
     plan, prediction = planned.plan, planned.prediction
     limit, device, host = prediction.bottleneck, prediction.footprints.largest, prediction.footprints.fullest
     among = f", for {len(host.ranks)} ranks" if len(host.ranks) > 1 else ""
@@ -195,7 +195,7 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
         "device_bytes": prediction.footprints.largest.device_bytes,
         "host_bytes": prediction.footprints.fullest.size_bytes,
         "pinning": None if prediction.pinning is None else prediction.pinning._asdict(),
-        "memory_parts": list(prediction.footprints.largest.components),
+        "memory_components": list(prediction.footprints.largest.components),
         "seconds_by_label": dict(prediction.seconds_by_label),
         "profile_origin": prediction.profile_origin,
         "disturbed_share": prediction.disturbed_share,

@@ -378,11 +378,11 @@ def _option(field: re.Match[str]) -> str:
     return {None: flag, "True": flag, "False": f"--no-{flag[2:]}"}.get(value, f"{flag} {value}")
 
 
-def _share(count: int, num_parts: int, part: int) -> range:
+def _share(count: int, num_shares: int, index: int) -> range:
     """Return a part of ``range(count)``, the first parts longer by one where they cannot be alike."""
-    each, longer = divmod(count, num_parts)
-    begin = part * each + min(part, longer)
-    return range(begin, begin + each + (part < longer))
+    each, longer = divmod(count, num_shares)
+    begin = index * each + min(index, longer)
+    return range(begin, begin + each + (index < longer))
 
 
 def _without_usual_formats(data: dict[str, Any]) -> dict[str, Any]:

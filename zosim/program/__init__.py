@@ -1,6 +1,6 @@
 """What a rank does in one step, as data that a simulator can time and an executor can do.
 
-A :class:`Program` is a step graph in three parts, ``prologue | step | flush``. The step repeats; a dependency
+A :class:`Program` is a step graph in three phases, ``prologue | step | flush``. The step repeats; a dependency
 carries an *iteration distance*, so that "the offload of this block in the step before" is an edge like any other.
 Both interpreters run the same instructions under the same rules:
 
@@ -132,7 +132,7 @@ class Program(Document):
             ) from None
 
     def instructions(self) -> Iterator[tuple[Phase, Instruction]]:
-        """Yield every instruction once, with the part that it stands in."""
+        """Yield every instruction once, with the phase that it stands in."""
         for phase in PHASES:
             for instruction in getattr(self, phase):
                 yield phase, instruction

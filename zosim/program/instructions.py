@@ -134,7 +134,7 @@ class Dependency:
     """Another instruction, of this step (``distance`` 0) or of the step before (1).
 
     A distance of 1 in the first step, and one that reaches from the flush into the last step, are both resolved
-    by counting parts in the order in which they run; before the first there is nothing to wait for.
+    by counting phases in the order in which they run; before the first there is nothing to wait for.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Instruction:
     Attributes
     ----------
     id : str
-        Unique in its part.
+        Unique in its phase.
     op : Operation
     stream : Stream
     label : str
@@ -182,4 +182,4 @@ class Instruction:
 
 Phase = Literal["prologue", "step", "flush"]
 PHASES: tuple[Phase, ...] = ("prologue", "step", "flush")
-"""The parts of a program, in the order in which they run."""
+"""The phases of a program, in the order in which they run."""

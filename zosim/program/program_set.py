@@ -44,11 +44,11 @@ class ProgramSet(Document):
         if unknown or not self.roles:
             message = f"ranks have the roles {list(self.roles)}, but there are {len(self.programs)} programs"
             raise ProgramError(message, hint="give every rank the index of a program as its role")
-        for name, parts in self.process_groups.items():
-            if sorted(rank for part in parts for rank in part) != list(range(self.world_size)):
+        for name, subgroups in self.process_groups.items():
+            if sorted(rank for subgroup in subgroups for rank in subgroup) != list(range(self.world_size)):
                 message = (
                     f"group {name} must list each of the {self.world_size} ranks once, but is "
-                    f"{[list(part) for part in parts]}"
+                    f"{[list(subgroup) for subgroup in subgroups]}"
                 )
                 raise ProgramError(message, hint="list every rank once")
         for rank, role in enumerate(self.roles):
@@ -96,8 +96,8 @@ class ProgramSet(Document):
     @cached_property
     def _members(self) -> dict[str, dict[int, tuple[int, ...]]]:
         return {
-            name: {rank: part for part in parts for rank in part}
-            for name, parts in self.process_groups.items()
+            name: {rank: subgroup for subgroup in subgroups for rank in subgroup}
+            for name, subgroups in self.process_groups.items()
         }
 
     def to_json(self) -> str:
@@ -108,7 +108,8 @@ class ProgramSet(Document):
             "version": PROGRAM_VERSION,
             "roles": list(self.roles),
             "process_groups": {
-                name: [list(part) for part in parts] for name, parts in self.process_groups.items()
+                name: [list(subgroup) for subgroup in subgroups]
+                for name, subgroups in self.process_groups.items()
             },
         }
         head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items())
@@ -127,8 +128,8 @@ class ProgramSet(Document):
             )
             roles = tuple(int(role) for role in data["roles"])
             process_groups = {
-                str(name): tuple(tuple(int(rank) for rank in part) for part in parts)
-                for name, parts in data["process_groups"].items()
+                str(name): tuple(tuple(int(rank) for rank in subgroup) for subgroup in subgroups)
+                for name, subgroups in data["process_groups"].items()
             }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             message = f"{where} is not a program set: {type(error).__name__}: {error}"

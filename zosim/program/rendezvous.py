@@ -48,14 +48,19 @@ def pairs(programs: ProgramSet) -> Iterator[Pair]:
     # Part and place of each rank, in groups that make it meet others.
     positions = {
         name: {
-            rank: (part[0], position) for part in parts if len(part) > 1 for position, rank in enumerate(part)
+            rank: (subgroup[0], position)
+            for subgroup in subgroups
+            if len(subgroup) > 1
+            for position, rank in enumerate(subgroup)
         }
-        for name, parts in sorted(programs.process_groups.items())
+        for name, subgroups in sorted(programs.process_groups.items())
     }
     for rank in range(programs.world_size):
-        # Two members of a part with the same role are enough to stand for all of them.
-        part = tuple(known[rank][0] for name, known in positions.items() if name != "world" and rank in known)
-        alike = representatives[programs.roles[rank], *part]
+        # Two members of a subgroup with the same role are enough to stand for all of them.
+        subgroup = tuple(
+            known[rank][0] for name, known in positions.items() if name != "world" and rank in known
+        )
+        alike = representatives[programs.roles[rank], *subgroup]
         if len(alike) < 2:
             alike.append(rank)
     ranks = sorted(rank for alike in representatives.values() for rank in alike)
@@ -83,7 +88,7 @@ class Side:
 
     @cached_property
     def index(self) -> dict[tuple[str, int, str], int]:
-        """Position of every instruction by part, step and id."""
+        """Position of every instruction by phase, step and id."""
         return {(item.phase, item.step, item.instruction.id): item.index for item in self.run.listed}
 
     @cached_property

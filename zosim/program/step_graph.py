@@ -207,7 +207,7 @@ class StepGraph:
         return max(distances, default=1) or 1
 
     def phase(self, position: int) -> Phase:
-        """Part that stands at a position."""
+        """Phase that stands at a position."""
         if position == 0:
             return "prologue"
         return "step" if position <= self.num_steps else "flush"
@@ -272,7 +272,7 @@ class StepGraph:
         if same_phase is not None:
             return 0, same_phase
         stream = self.instructions(position)[number].stream
-        # A phase without instructions on the stream is passed over: behind the part before there is the prologue.
+        # A phase without instructions on the stream is passed over: behind the phase before there is the prologue.
         for there in (position - 1, 0):
             last = self._last_on_stream[self.phase(there)].get(stream) if 0 <= there < position else None
             if last is not None:

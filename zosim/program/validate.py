@@ -90,8 +90,8 @@ def _check_operands(program: Program) -> None:
         raise ProgramError(f"program {program.name} declares a buffer twice: {', '.join(twice)}")
     for access in (*program.initial, *program.final):
         _check_range(program, "initial or final contents", access)
-    for part, instruction in program.instructions():
-        where = f"{part}/{instruction.id}"
+    for phase, instruction in program.instructions():
+        where = f"{phase}/{instruction.id}"
         for access in (*instruction.reads, *instruction.writes):
             _check_range(program, where, access)
         _check_groups(program, where, instruction)

@@ -48,9 +48,9 @@ def validate_set(programs: ProgramSet) -> None:
 
 def _refuse_messages_to_nobody(programs: ProgramSet) -> None:
     for program in programs.programs:
-        for part, item in program.instructions():
+        for phase, item in program.instructions():
             if isinstance(item.op, Send | Recv) and not item.op.offset:
-                message = f"program {program.name}: {part}/{item.id} sends a message to its own rank"
+                message = f"program {program.name}: {phase}/{item.id} sends a message to its own rank"
                 raise ProgramError(message, hint="use an offset other than 0")
     channels = [
         {channel_of(item): item for _, item in program.instructions()} for program in programs.programs

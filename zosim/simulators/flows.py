@@ -1,7 +1,7 @@
 """Streams of many ranks as arrays: what each runs, how far it is, at what speed, and when it ends.
 
 The same sharing as :class:`zosim.simulators.simulate.Fluid`, for activities by the thousand: one row for each rank and stream, all rows of an
-instant settled together. Rows that no resource joins, not even through others, are parts of the network that do not touch; only those
+instant settled together. Rows that no resource joins, not even through others, are components of the network that do not touch; only those
 parts are solved in which something started or ended, and sets of running activities that come again are not solved again.
 
 Examples
@@ -99,7 +99,7 @@ class FlowTable:
         self._tie = np.add.outer(np.arange(NUM_STREAMS), ranks * NUM_STREAMS).ravel()
         self._capacity = np.array(list(world.capacities.values()), dtype=np.float64)
         self._is_fifo = np.array([name in world.fifo for name in world.capacities], dtype=bool)
-        self._part: Ints | None = None
+        self._component: Ints | None = None
         self._touched = np.zeros(0, dtype=bool)
         self._class = np.full(num_rows, _IDLE, dtype=np.int32)
         self._names = {name: number for number, name in enumerate(world.capacities)}
@@ -161,8 +161,8 @@ class FlowTable:
         """Give every running row its speed from now on."""
         self.is_settled = True
         self._num_arrivals += 1
-        # Only parts of the network in which something started or ended have other speeds now.
-        considered = np.flatnonzero(self._running & self._touched[self._parts()])
+        # Only components of the network in which something started or ended have other speeds now.
+        considered = np.flatnonzero(self._running & self._touched[self._components()])
         self._touched[:] = False
         if not considered.size:
             return
@@ -178,20 +178,20 @@ class FlowTable:
         self.end_s[rows] = now_s + end_s
 
     def _touch(self, rows: Ints) -> None:
-        parts = self._parts()
-        self._touched[parts[rows]] = True
+        components = self._components()
+        self._touched[components[rows]] = True
         self.is_settled = False
 
-    def _parts(self) -> Ints:
+    def _components(self) -> Ints:
         """Return the part of the network that each row belongs to."""
         # Known once all activities are, which the first arrival tells.
-        if self._part is None:
+        if self._component is None:
             rows, resources = self._joined()
             num_rows = len(self.end_s)
             size = num_rows + len(self._capacity)
-            self._part = _component_of(rows, num_rows + resources, size)[:num_rows]
+            self._component = _component_of(rows, num_rows + resources, size)[:num_rows]
             self._touched = np.zeros(size, dtype=bool)
-        return self._part
+        return self._component
 
     def _speeds(self, considered: Ints) -> Floats:
         """Return the part of its full speed that each of these rows has."""
@@ -238,8 +238,8 @@ class FlowTable:
     def _entries(self, rows: Ints) -> Entries:
         """Return what some rows take."""
         classes = self._class[rows]
-        parts = [self._entries_of(int(one), rows[classes == one]) for one in np.unique(classes)]
-        listed, resources, uses = (np.concatenate(column) for column in zip(*parts, strict=True))
+        components = [self._entries_of(int(one), rows[classes == one]) for one in np.unique(classes)]
+        listed, resources, uses = (np.concatenate(column) for column in zip(*components, strict=True))
         order = np.argsort(listed, kind="stable")
         return listed[order], resources[order], uses[order]
 

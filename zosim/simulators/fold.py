@@ -175,7 +175,8 @@ def _positions(world: World) -> list[tuple[int, ...]]:
     names = sorted({channel.process_group for channel in channels if channel is not None and channel.offset})
     process_groups = [world.process_groups[name] for name in names]
     index: list[dict[int, int]] = [
-        {rank: number for part in group.parts for number, rank in enumerate(part)} for group in process_groups
+        {rank: number for subgroup in group.subgroups for number, rank in enumerate(subgroup)}
+        for group in process_groups
     ]
     return [tuple(of[rank] for of in index) for rank in range(world.size)]
 
@@ -189,10 +190,12 @@ def _finer(
         for name, using in users.items()
     ]
     resources = dict(zip(users, _numbered(seen_by_resource), strict=True))
-    parts = [
+    subgroups = [
         (
-            group.part_of,
-            _numbered([tuple(sorted(partition.ranks[rank] for rank in part)) for part in group.parts]),
+            group.subgroup_of,
+            _numbered(
+                [tuple(sorted(partition.ranks[rank] for rank in subgroup)) for subgroup in group.subgroups]
+            ),
         )
         for group in world.process_groups.values()
     ]
@@ -201,7 +204,7 @@ def _finer(
         (
             colour,
             tuple(resources[name] for name in plain.resources[rank]),
-            tuple(seen[part_of[rank]] for part_of, seen in parts),
+            tuple(seen[subgroup_of[rank]] for subgroup_of, seen in subgroups),
         )
         for rank, colour in enumerate(partition.ranks)
     ]
@@ -240,11 +243,11 @@ def _multiplied(world: World, plain: _RankClasses, partition: _Partition, rank: 
 
 
 def _folded_group(group: ProcessGroup, colours: tuple[int, ...], position: dict[int, int]) -> ProcessGroup:
-    parts: dict[tuple[int, ...], None] = {}
+    subgroups: dict[tuple[int, ...], None] = {}
     doubled = set()
-    for part in group.parts:
-        counts = Counter(colours[rank] for rank in part)
-        parts[tuple(sorted(position[colour] for colour in counts))] = None
-        # Of a class that has several members in one part, the one that stands for them waits for the others: for itself.
+    for subgroup in group.subgroups:
+        counts = Counter(colours[rank] for rank in subgroup)
+        subgroups[tuple(sorted(position[colour] for colour in counts))] = None
+        # Of a class that has several members in one subgroup, the one that stands for them waits for the others: for itself.
         doubled |= {position[colour] for colour, count in counts.items() if count > 1}
-    return ProcessGroup(tuple(parts), frozenset(doubled))
+    return ProcessGroup(tuple(subgroups), frozenset(doubled))

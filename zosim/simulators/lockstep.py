@@ -90,7 +90,7 @@ class Kind:
     first : int
         Where they begin in the simulator's order of all ranks.
     streams, seconds, classes : dict
-        By part, for each instruction in order: number of its stream, its seconds alone, and the class of activities that it
+        By phase, for each instruction in order: number of its stream, its seconds alone, and the class of activities that it
         shares resources with (-1 where nothing limits it). The last of a step is the host's own part.
     times : dict of int to Times
         By position, of those that have begun and not yet ended.
@@ -111,12 +111,12 @@ class Kind:
         self.streams: dict[Phase, list[int]] = {}
         self.seconds: dict[Phase, list[float]] = {}
         self.classes: dict[Phase, list[int]] = {}
-        for part in PHASES:
-            listed = getattr(template.program, part)
-            activities = [template.activities[part, item.id] for item in listed]
-            self.streams[part] = [STREAM_NUMBER[item.stream] for item in listed]
-            self.seconds[part] = [activity.seconds for activity in activities]
-            self.classes[part] = [table.class_of(activity, own, first) for activity in activities]
+        for phase in PHASES:
+            listed = getattr(template.program, phase)
+            activities = [template.activities[phase, item.id] for item in listed]
+            self.streams[phase] = [STREAM_NUMBER[item.stream] for item in listed]
+            self.seconds[phase] = [activity.seconds for activity in activities]
+            self.classes[phase] = [table.class_of(activity, own, first) for activity in activities]
         self.streams["step"].append(STREAM_NUMBER[Stream.COMPUTE])
         self.seconds["step"].append(template.step_s)
         self.classes["step"].append(-1)
@@ -143,9 +143,9 @@ class Participants:
 
     def __init__(self, group: ProcessGroup, offset: int, ranks: Ints) -> None:
         if not offset:
-            part = np.array([group.part_of[rank] for rank in ranks], dtype=np.intp)
-            self.of = {False: part}
-            self.sizes = np.bincount(part, minlength=len(group.parts))
+            subgroup = np.array([group.subgroup_of[rank] for rank in ranks], dtype=np.intp)
+            self.of = {False: subgroup}
+            self.sizes = np.bincount(subgroup, minlength=len(group.subgroups))
             return
         # A message is numbered like its sender, one from nobody after all of these.
         position = {int(rank): number for number, rank in enumerate(ranks)}
@@ -163,10 +163,10 @@ class Peers:
 
     def __init__(self, group: ProcessGroup, ranks: Ints) -> None:
         everybody = Participants(group, 0, ranks)
-        self.part, self.sizes = everybody.of[False], everybody.sizes
+        self.subgroup, self.sizes = everybody.of[False], everybody.sizes
         self.is_doubled = np.array([rank in group.doubled for rank in ranks], dtype=bool)
         # How many finish before a rank may go on, its own included or not.
-        self.awaited = self.sizes[self.part] - ~self.is_doubled
+        self.awaited = self.sizes[self.subgroup] - ~self.is_doubled
         self.waits = self.awaited > 0
 
 
@@ -301,9 +301,9 @@ class Lockstep:
                         self._start(other, position, there, who, now_s)
 
     def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part, times = kind.graph.phase(position), kind.times[position]
-        seconds = kind.seconds[part][number]
-        if part == "step" and number in kind.chains:
+        phase, times = kind.graph.phase(position), kind.times[position]
+        seconds = kind.seconds[phase][number]
+        if phase == "step" and number in kind.chains:
             chain, offsets = kind.chains[number]
             # A chain that nothing can hold up is one event: its inner starts and ends are sums.
             times.start_s[chain, cols] = now_s + offsets[:-1]
@@ -311,10 +311,10 @@ class Lockstep:
             seconds = float(offsets[-1, 0])
         else:
             times.start_s[number, cols] = now_s
-        rows = kind.streams[part][number] * self.table.num_ranks + kind.first + cols
+        rows = kind.streams[phase][number] * self.table.num_ranks + kind.first + cols
         self._batches.append((kind, position, number))
-        self.table.start(rows, kind.classes[part][number], seconds, len(self._batches) - 1, now_s)
-        if part == "step":
+        self.table.start(rows, kind.classes[phase][number], seconds, len(self._batches) - 1, now_s)
+        if phase == "step":
             self._entered = max(self._entered, position - 1)
         else:
             self._num_others += len(cols)
@@ -339,10 +339,10 @@ class Lockstep:
         there += arrived
         if not complete.any():
             return
-        part = kind.graph.phase(position)
+        at_phase = kind.graph.phase(position)
         for other in self._kinds:
             for sends, indices in participants.of.items():
-                own = other.graph.rendezvous_numbers[part].get(rendezvous._replace(sends=sends))
+                own = other.graph.rendezvous_numbers[at_phase].get(rendezvous._replace(sends=sends))
                 if own is not None:
                     who = np.flatnonzero(complete[indices[other.first : other.first + len(other)]])
                     if who.size:
@@ -367,23 +367,23 @@ class Lockstep:
             yield batch, ranks[begin:end] - batch[0].first
 
     def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        part, num_ended = kind.graph.phase(position), len(cols)
-        if part == "step" and number in kind.chains:
+        phase, num_ended = kind.graph.phase(position), len(cols)
+        if phase == "step" and number in kind.chains:
             chain, _ = kind.chains[number]
             number, num_ended = int(chain[-1, 0]), len(chain) * len(cols)
         self.num_events += num_ended
         times = kind.times[position]
         # Within a chain a start is a sum of its own, which may round above the instant of the end.
         times.end_s[number, cols] = np.maximum(times.start_s[number, cols], now_s)
-        if part != "step":
+        if phase != "step":
             self._num_others -= len(cols)
             self._others_until_s = math.inf if self._num_others else now_s
         for distance, successor in kind.graph.after(position)[number]:
             self._take_need(kind, position + distance, successor, cols)
-        if number < len(kind.graph.ids[part]) and kind.graph.ids[part][number] in self._is_observed:
-            self._notify_peers(kind, position, kind.graph.ids[part][number], cols)
+        if number < len(kind.graph.ids[phase]) and kind.graph.ids[phase][number] in self._is_observed:
+            self._notify_peers(kind, position, kind.graph.ids[phase][number], cols)
         self._unfinished[position] -= num_ended
-        if part == "step" and self._unfinished[position] == 0:
+        if phase == "step" and self._unfinished[position] == 0:
             self._step_completed(position)
 
     def _take_need(self, kind: Kind, position: int, number: int, cols: Ints) -> None:
@@ -409,9 +409,9 @@ class Lockstep:
             for other in self._kinds:
                 own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
                 if own.size:
-                    for wanted, part, distance, number in other.graph.observers.get(name, ()):
+                    for wanted, phase, distance, number in other.graph.observers.get(name, ()):
                         need, target = (group, distance, name), position + distance
-                        is_there = target <= self.num_steps + 1 and other.graph.phase(target) == part
+                        is_there = target <= self.num_steps + 1 and other.graph.phase(target) == phase
                         if wanted == group and is_there and need in other.graph.peers(target)[number]:
                             self._take_need(other, target, number, own)
 
@@ -420,16 +420,16 @@ class Lockstep:
         peers = self._peers[group]
         key = group, position, name
         if key not in self._watched:
-            num = len(peers.part)
+            num = len(peers.subgroup)
             state = np.zeros(len(peers.sizes), np.intp), np.zeros(num, np.intp), np.zeros(num, np.intp)
             self._watched[key] = state
         counts, done, notified = self._watched[key]
         done[ranks] = 1
-        counts += np.bincount(peers.part[ranks], minlength=len(counts))
-        if not (counts[peers.part[ranks]] >= peers.sizes[peers.part[ranks]] - 1).any():
+        counts += np.bincount(peers.subgroup[ranks], minlength=len(counts))
+        if not (counts[peers.subgroup[ranks]] >= peers.sizes[peers.subgroup[ranks]] - 1).any():
             return np.zeros(0, dtype=np.intp)
         # A rank does not wait for itself, unless it stands for several.
-        others = counts[peers.part] - np.where(peers.is_doubled, 0, done)
+        others = counts[peers.subgroup] - np.where(peers.is_doubled, 0, done)
         ready = np.flatnonzero((others == peers.awaited) & (notified == 0) & peers.waits)
         notified[ready] = 1
         return ready
@@ -461,11 +461,11 @@ class Lockstep:
                         self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
 
     def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
-        part, step = kind.graph.phase(position), kind.graph.step(position)
+        phase, step = kind.graph.phase(position), kind.graph.step(position)
         starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
-        for item, start_s, end_s in zip(getattr(kind.template.program, part), starts, ends, strict=False):
-            limiter = kind.template.activities[part, item.id].limiter
+        for item, start_s, end_s in zip(getattr(kind.template.program, phase), starts, ends, strict=False):
+            limiter = kind.template.activities[phase, item.id].limiter
             number = self.world.numbers[rank]
             yield Span(
-                number, part, step, item.id, item.stream, item.label, item.segment, start_s, end_s, limiter
+                number, phase, step, item.id, item.stream, item.label, item.segment, start_s, end_s, limiter
             )

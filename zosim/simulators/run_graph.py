@@ -69,7 +69,7 @@ class RunGraph:
 
     @cached_property
     def members(self) -> dict[Phase, list[tuple[Member, ...]]]:
-        """By part, who each node is: more than one where instructions of several ranks start and end together."""
+        """By phase, who each node is: more than one where instructions of several ranks start and end together."""
         return {phase: self._joined(phase) for phase in PHASES}
 
     @cached_property

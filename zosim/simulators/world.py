@@ -32,7 +32,7 @@ class Template:
     Attributes
     ----------
     program : Program
-    activities : mapping of (part, id) to Activity
+    activities : mapping of (phase, id) to Activity
         Their resources are those of one of the ranks, by name.
     resources : tuple of str
         That rank's resources; another rank's stand at the same places of its own list.
@@ -59,8 +59,8 @@ class Template:
     def most_requested(self) -> dict[str, float]:
         """The most that one rank asks of each resource at any time, its streams taken as independent."""
         by_stream: dict[tuple[str, str], float] = defaultdict(float)
-        for part, item in self.program.instructions():
-            activity = self.activities[part, item.id]
+        for phase, item in self.program.instructions():
+            activity = self.activities[phase, item.id]
             requested: dict[str, float] = defaultdict(float)
             for name, use in activity.uses:
                 requested[name] += use * activity.bound
@@ -79,27 +79,27 @@ class ProcessGroup:
 
     Attributes
     ----------
-    parts : tuple of tuple of int
+    subgroups : tuple of tuple of int
     doubled : frozenset of int
-        Ranks that stand for several of their part, and so wait for themselves where they wait for the others.
+        Ranks that stand for several of their subgroup, and so wait for themselves where they wait for the others.
     """
 
-    parts: tuple[tuple[int, ...], ...]
+    subgroups: tuple[tuple[int, ...], ...]
     doubled: frozenset[int] = frozenset()
 
     @cached_property
-    def part_of(self) -> dict[int, int]:
-        """Number of each rank's part."""
-        return {rank: number for number, part in enumerate(self.parts) for rank in part}
+    def subgroup_of(self) -> dict[int, int]:
+        """Number of each rank's subgroup."""
+        return {rank: number for number, phase in enumerate(self.subgroups) for rank in phase}
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """Return whom `rank` waits for where a dependency names the group."""
-        members = self.parts[self.part_of[rank]]
+        members = self.subgroups[self.subgroup_of[rank]]
         return tuple(other for other in members if other != rank or rank in self.doubled)
 
     def at_offset(self, rank: int, offset: int) -> int | None:
-        """Return the member so many places after `rank` in its part, None past either end."""
-        members = self.parts[self.part_of[rank]]
+        """Return the member so many places after `rank` in its subgroup, None past either end."""
+        members = self.subgroups[self.subgroup_of[rank]]
         index = members.index(rank) + offset
         return members[index] if 0 <= index < len(members) else None
 
@@ -158,7 +158,9 @@ class World:
         if len(machines) != programs.world_size or not machines:
             message = f"{len(machines)} machines are given for {programs.world_size} ranks"
             raise ProgramError(message, hint="give one machine per rank")
-        process_groups = {name: ProcessGroup(tuple(parts)) for name, parts in programs.process_groups.items()}
+        process_groups = {
+            name: ProcessGroup(tuple(subgroups)) for name, subgroups in programs.process_groups.items()
+        }
         return cls._made(programs.programs, programs.roles, machines, process_groups, bound)
 
     @classmethod
@@ -235,7 +237,7 @@ class World:
         """
         group = self.process_groups[rendezvous.process_group]
         if not rendezvous.offset:
-            members = group.parts[group.part_of[rank]]
+            members = group.subgroups[group.subgroup_of[rank]]
             return members, (members, rendezvous)
         other = group.at_offset(rank, rendezvous.offset if rendezvous.sends else -rendezvous.offset)
         if other is None:
@@ -263,11 +265,11 @@ class World:
 def _template(program: Program, machine: Machine, bound: Bound) -> Template:
     known: dict[object, Activity] = {}
     activities = {}
-    for part, item in program.instructions():
+    for phase, item in program.instructions():
         # Of operations on links, the cost depends on whom they reach.
         reached = item.op if isinstance(item.op, Collective | Send | Recv) else None
         key = item.work, machine.direction(program, item), reached
         if key not in known:
             known[key] = machine.activity(program, item, bound)
-        activities[part, item.id] = known[key]
+        activities[phase, item.id] = known[key]
     return Template(program, activities, tuple(machine.capacities), machine.step_s(bound))

@@ -116,7 +116,7 @@ class BoundaryActions:
             if inside
             else (self._context.forward_runner.hidden_size,)
         )
-        shapes = [(*_rows(part), width) for part in self._context.loaded.parts for width in widths]
+        shapes = [(*_rows(part), width) for part in self._context.loaded.micro_batches for width in widths]
         if isinstance(message, Packed):
             self._backend.borrow(message.data)
             tensors = iter(unpack(message, shapes))
@@ -124,7 +124,7 @@ class BoundaryActions:
             tensors = iter(self._decoded(message, shapes))
         return [
             Halfway(next(tensors), next(tensors)) if inside else next(tensors)
-            for _ in self._context.loaded.parts
+            for _ in self._context.loaded.micro_batches
         ]
 
     def _decoded(self, message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

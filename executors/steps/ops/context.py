@@ -64,7 +64,7 @@ class Context:
     backend : Backend
     threads : SamplingThreads
     num_micro_batches : int
-        Parts that a batch is forwarded in.
+        Micro-batches of a batch.
     ranks : Ranks or None
         The other ranks, where the program takes any.
     remote_loss_dtype : torch.dtype or None
@@ -159,9 +159,9 @@ class Context:
         for access in accesses:
             if access.buffer not in self._freed:
                 continue
-            part = self.store.section(access)
-            if self._bound.pop(part.what, None) is not None:
-                for tensor in part.tensors:
+            section = self.store.section(access)
+            if self._bound.pop(section.what, None) is not None:
+                for tensor in section.tensors:
                     tensor.hold(stand_in(tensor, self.backend.device))
 
     @contextmanager

@@ -77,13 +77,13 @@ class Exchanges:
     def _exchange_losses(self, ranks: Ranks, instruction: Instruction, op: Collective) -> Action:
         run: Exchange = getattr(ranks, op.function)
         # What gathers brings every member's losses side by side, a sum has one row.
-        num_parts = self._program.process_groups[op.process_group] if COLLECTIVES[op.function].gathers else 1
+        num_shares = self._program.process_groups[op.process_group] if COLLECTIVES[op.function].gathers else 1
 
         def exchange(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             assert frame.packed is not None
-            frame.gathered = frame.packed.new_zeros((num_parts, *frame.packed.shape))
+            frame.gathered = frame.packed.new_zeros((num_shares, *frame.packed.shape))
             run(op.process_group, frame.gathered.view(-1), frame.packed.view(-1), instruction.id)
 
         return exchange
@@ -152,7 +152,7 @@ class Exchanges:
         def pack(frame: StepFrame) -> None:
             if frame.replayed:
                 return
-            num_averaged = sum(part.num_averaged for part in self._context.loaded.parts)
+            num_averaged = sum(micro_batch.num_averaged for micro_batch in self._context.loaded.micro_batches)
             # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
             # A point that another rank forwards is marked, so that nobody takes its 0 for a loss.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(indices), 1)

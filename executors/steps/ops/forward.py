@@ -72,16 +72,16 @@ class Forwards:
         return load
 
     def _loaded(self, parts: Sequence[MicroBatch], rows: Tensor | None) -> LoadedBatch:
-        """Return parts of a batch on the device, which gets all their tensors in one piece."""
-        on_host = [tensor for part in parts for tensor in part.tensors.values()]
-        on_host += [part.positions for part in parts if part.positions is not None]
+        """Return micro-batches on the device, which gets all their tensors in one piece."""
+        on_host = [tensor for micro_batch in parts for tensor in micro_batch.tensors.values()]
+        on_host += [micro_batch.positions for micro_batch in parts if micro_batch.positions is not None]
         on_host += [] if rows is None else [rows]
         there = iter(staged_on(self._context.backend.device, on_host))
-        tensors = [{name: next(there) for name in part.tensors} for part in parts]
-        positions = [None if part.positions is None else next(there) for part in parts]
+        tensors = [{name: next(there) for name in micro_batch.tensors} for micro_batch in parts]
+        positions = [None if micro_batch.positions is None else next(there) for micro_batch in parts]
         moved = (
-            MicroBatch(own, part.num_averaged, own_positions, StepCache(host=part.tensors))
-            for own, part, own_positions in zip(tensors, parts, positions, strict=True)
+            MicroBatch(own, micro_batch.num_averaged, own_positions, StepCache(host=micro_batch.tensors))
+            for own, micro_batch, own_positions in zip(tensors, parts, positions, strict=True)
         )
         return LoadedBatch(tuple(moved), None if rows is None else next(there), rows)
 
@@ -112,24 +112,28 @@ class Forwards:
             handed = None if source is None else values.pop(source)
             outputs: list[Handed] = []
             with context.reading(weights):
-                for part in context.loaded.parts:
+                for micro_batch in context.loaded.micro_batches:
                     # Where another stage embeds, nothing has recorded yet what blocks are called with.
-                    if is_graph and part.cache.calls and handed and isinstance(handed[0], Tensor):
+                    if is_graph and micro_batch.cache.calls and handed and isinstance(handed[0], Tensor):
                         entering = as_tensor(handed.pop(0))
-                        outputs.append(self._by_graph(instruction, len(outputs), part, entering, weights))
+                        outputs.append(
+                            self._by_graph(instruction, len(outputs), micro_batch, entering, weights)
+                        )
                         continue
                     with ExitStack() as stack:
                         for table in tables:
-                            table.enter(stack, part)
+                            table.enter(stack, micro_batch)
                         for added in side_paths:
                             stack.enter_context(added.there(frame))
                         # Popped, so that no hidden state outlives its use.
                         before = None if handed is None else handed.pop(0)
-                        batch = self._borrowed(part)
-                        outputs.append(context.forward_runner.run(op.segment, batch, part.cache, before))
+                        batch = self._borrowed(micro_batch)
+                        outputs.append(
+                            context.forward_runner.run(op.segment, batch, micro_batch.cache, before)
+                        )
             values[output] = outputs
             if op.segment == HEAD:
-                counts = [part.num_averaged for part in context.loaded.parts]
+                counts = [micro_batch.num_averaged for micro_batch in context.loaded.micro_batches]
                 frame.losses[op.eval_point] = accumulated([as_tensor(loss) for loss in outputs], counts)
 
         return forward
@@ -138,7 +142,7 @@ class Forwards:
         self,
         instruction: Instruction,
         number: int,
-        part: MicroBatch,
+        micro_batch: MicroBatch,
         before: Tensor,
         weights: Sequence[Access],
     ) -> Tensor:
@@ -147,9 +151,11 @@ class Forwards:
         assert isinstance(op, Forward)
         assert graphs is not None
         if not graphs.admits(before):
-            return as_tensor(context.forward_runner.run(op.segment, self._borrowed(part), part.cache, before))
+            return as_tensor(
+                context.forward_runner.run(op.segment, self._borrowed(micro_batch), micro_batch.cache, before)
+            )
         index = block_index(op.segment)
-        arguments = Arguments.of(graphs, number, part.cache.calls[index], part.cache.placed)
+        arguments = Arguments.of(graphs, number, micro_batch.cache.calls[index], micro_batch.cache.placed)
         source = next(location_of(access) for access in instruction.reads if isinstance(access.what, Hidden))
         hidden = graphs.placed((source, number), before)
         made = graphs.static_buffer((location_of(instruction.writes[0]), number), before)
@@ -157,7 +163,7 @@ class Forwards:
         cache = StepCache([arguments.tree()] * (index + 1))
 
         def launch() -> None:
-            made.copy_(as_tensor(context.forward_runner.run(op.segment, part.tensors, cache, hidden)))
+            made.copy_(as_tensor(context.forward_runner.run(op.segment, micro_batch.tensors, cache, hidden)))
 
         placed = [context.store.placed(access) for access in weights]
         # Blocks of one kind that take turns at one address have a graph in common.
@@ -222,19 +228,19 @@ class Forwards:
                     paths[tensor.parameter] = forward_runner.path(tensor.parameter, factors, scales)
             handed = None if source is None else values.pop(source)
             outputs = []
-            for part in context.loaded.parts:
+            for micro_batch in context.loaded.micro_batches:
                 before = None if handed is None else handed.pop(0)
-                batch = self._borrowed(part)
+                batch = self._borrowed(micro_batch)
                 outputs.append(
                     forward_runner.run_batched(
-                        op.segment, batch, part.cache, before, paths, len(op.batched_eval_points)
+                        op.segment, batch, micro_batch.cache, before, paths, len(op.batched_eval_points)
                     )
                 )
             context.let_go(weights)
             if op.segment != HEAD:
                 values[output] = outputs
                 return
-            counts = [part.num_averaged for part in context.loaded.parts]
+            counts = [micro_batch.num_averaged for micro_batch in context.loaded.micro_batches]
             for number, (eval_point, access) in enumerate(
                 zip(op.batched_eval_points, instruction.writes, strict=True)
             ):
@@ -256,8 +262,8 @@ class Forwards:
         divisor = divisor_of(op.rank, DISTRIBUTIONS[op.distribution].rank_power) if op.rank else 1.0
         return [eval_point.sign * epsilon / divisor for eval_point in eval_points]
 
-    def _borrowed(self, part: MicroBatch) -> Batch:
-        return {name: self._context.backend.borrow(tensor) for name, tensor in part.tensors.items()}
+    def _borrowed(self, micro_batch: MicroBatch) -> Batch:
+        return {name: self._context.backend.borrow(tensor) for name, tensor in micro_batch.tensors.items()}
 
     def _side_path(self, instruction: Instruction, op: Forward, group: str) -> _ForwardSidePath:
         weights = only(of_group(group, ParamGroupWeights, instruction.reads), f"read of {group}")
@@ -295,10 +301,10 @@ class _GatheredTable:
     access: Access
     path: list[tuple[Access, tuple[int, ...]]]
 
-    def enter(self, stack: ExitStack, part: MicroBatch) -> None:
+    def enter(self, stack: ExitStack, micro_batch: MicroBatch) -> None:
         """Put the rows in the table's place for as long as `stack` lasts."""
         context = self.context
-        assert part.positions is not None
+        assert micro_batch.positions is not None
         placed, wanted = context.store.placed(self.access), context.rows
         step = PerturbationStep(
             context.hyperparameters.epsilon,
@@ -312,7 +318,7 @@ class _GatheredTable:
         table = placed.held[0]
         assert isinstance(table, DenseTensor)
         rows = table.rows_at(wanted, path, step)
-        positions = context.backend.borrow(part.positions)
+        positions = context.backend.borrow(micro_batch.positions)
         stack.enter_context(context.reading([self.access]))
         stack.enter_context(context.forward_runner.gathered_rows(placed.section.tensors[0], rows, positions))
 

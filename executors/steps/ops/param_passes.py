@@ -254,7 +254,7 @@ class ParamPasses:
 
     def _operands(self, instruction: Instruction, group: str) -> tuple[Access, Access, Access]:
         """Return the accesses to a group's trainable parameters, before and after, and to its perturbation."""
-        part = self._context.store.trainable(group)
+        section = self._context.store.trainable(group)
         weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
         perturbation = only(
             of_group(group, Perturbation, instruction.reads), f"read of a perturbation of {group}"
@@ -263,7 +263,7 @@ class ParamPasses:
         # Quantized values of a perturbation are of another format than what they move.
         alike = (read, weights) if group in self._roundings else (read, weights, perturbation)
         dtypes = {self._context.program.buffer(access.buffer).dtype for access in alike}
-        if len(dtypes) != 1 or not part.tensors:
+        if len(dtypes) != 1 or not section.tensors:
             raise Unfit(f"mixes formats: {', '.join(sorted(dtypes))}")
         if instruction.stream not in self._streams:
             raise Unfit(

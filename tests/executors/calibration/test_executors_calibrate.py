@@ -200,7 +200,7 @@ def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
     rows = [sampled("matmul", *[(1.0, 1.0, 1.0)] * 20, *[(1.5, 1.25, 1.5)] * 20)]
     rows += [sampled("draw", *[(1.0, 4.0, 1.0)] * 20, *[(1.5, 6.0, 1.5)] * 20)]
     seen = calibrate._slowdown(rows, [calibrate._measurement(row, 1, 1.0) for row in rows], 1.0)
-    assert seen.parts == pytest.approx({"products": 0.5, "sampling": 1.0})
+    assert seen.fractions == pytest.approx({"products": 0.5, "sampling": 1.0})
     assert 1.0 <= seen.low <= 1.25 <= seen.high <= 1.5
 
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 FORMATS = ("float32", "bfloat16", "float64")
 
 
-def part_of(numels: list[int], alignment_bytes: int = 64) -> ParamSection:
+def subgroup_of(numels: list[int], alignment_bytes: int = 64) -> ParamSection:
     tensors = [
         NamedTensor(str(number), nn.Parameter(torch.zeros(numel)), torch.Size([numel]), number, True)
         for number, numel in enumerate(numels)
@@ -34,7 +34,7 @@ def part_of(numels: list[int], alignment_bytes: int = 64) -> ParamSection:
     alignment_bytes=st.sampled_from([64, 256]),
 )
 def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, sampler, numels, alignment_bytes):
-    part = part_of(numels, alignment_bytes)
+    part = subgroup_of(numels, alignment_bytes)
     *starts, end = part.offsets(dtype)
     one_by_one, at_once = (torch.zeros(end, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
     generators = [generator_on(CPU, 5) for _ in range(2)]
@@ -49,8 +49,8 @@ def test_stretches_have_the_bits_of_tensors_drawn_one_by_one(dtype, sampler, num
 
 
 def test_tensors_of_even_sizes_are_one_stretch_and_gaps_part_others():
-    assert part_of([64, 128, 64]).spans("float32", 16) == [(0, 256)]
-    assert part_of([64, 20, 64]).spans("float32", 16) == [(0, 84), (96, 64)]
-    assert part_of([64, 8, 64]).spans("float32", 16) == [(0, 64), (64, 8), (80, 64)]
-    every = part_of([64, 128]).spans("float32", 1 << 62)
+    assert subgroup_of([64, 128, 64]).spans("float32", 16) == [(0, 256)]
+    assert subgroup_of([64, 20, 64]).spans("float32", 16) == [(0, 84), (96, 64)]
+    assert subgroup_of([64, 8, 64]).spans("float32", 16) == [(0, 64), (64, 8), (80, 64)]
+    every = subgroup_of([64, 128]).spans("float32", 1 << 62)
     assert every == [(0, 64), (64, 128)]

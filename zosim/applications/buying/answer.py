@@ -83,12 +83,12 @@ class Answer:
 
     def report(self) -> Report:
         """Return offers, what is none, and what would change the answer."""
-        parts: list[Element] = [Bullets(self.sentences())]
+        elements: list[Element] = [Bullets(self.sentences())]
         if self.offers:
-            parts += _offers_tables(self.market, self.offers, self.limiters)
+            elements += _offers_tables(self.market, self.offers, self.limiters)
         if self.lacking:
             first, *others = self.lacking
-            parts += [first, Bullets(others)]
+            elements += [first, Bullets(others)]
         if self.refused:
             rows = [
                 (
@@ -99,11 +99,11 @@ class Answer:
                 )
                 for item in self.refused
             ]
-            parts.append(Table(("no offer", "devices", "pay", "because"), rows, numeric=("devices",)))
+            elements.append(Table(("no offer", "devices", "pay", "because"), rows, numeric=("devices",)))
         for offer, effects_of_offer, thresholds_of_offer in self.explained:
             sentences = _sentences(offer, effects_of_offer, thresholds_of_offer)
-            parts += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
-        return Report("", *parts)
+            elements += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
+        return Report("", *elements)
 
     def sentences(self) -> list[str]:
         """Return the answer in sentences: the best offer, the least money and the least time, and how many steps there may be."""

@@ -283,9 +283,9 @@ def _compared(
 def _spans_belong(evidence: Evidence) -> CheckedStatement:
     """Return whether every measured span is of an instruction that its rank ran."""
     known = {
-        (rank, part, item.id)
+        (rank, phase, item.id)
         for rank in range(evidence.program_set.world_size)
-        for part, item in evidence.program_set.program_of(rank).instructions()
+        for phase, item in evidence.program_set.program_of(rank).instructions()
     }
     foreign = {
         f"{span.phase}/{span.instruction} of rank {span.rank}"

@@ -61,9 +61,9 @@ class FirstOrderLayout:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Sequences of each microbatch."""
-        num_parts = self.settings.num_microbatches
-        each, longer = divmod(len(self.plan.rows_of(self.rank)), num_parts)
-        return tuple(each + (number < longer) for number in range(num_parts))
+        num_microbatches = self.settings.num_microbatches
+        each, longer = divmod(len(self.plan.rows_of(self.rank)), num_microbatches)
+        return tuple(each + (number < longer) for number in range(num_microbatches))
 
     # -- operands ----------------------------------------------------------------------------------------------
 

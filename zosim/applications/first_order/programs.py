@@ -90,9 +90,9 @@ def process_groups_of(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Return the plan's groups, and those in which gradients are summed."""
     pipelines = plan.mesh.pipelines
     ends = [
-        part
+        subgroup
         for pipeline in pipelines
-        for part in ((pipeline[0], pipeline[-1]), *((r,) for r in pipeline[1:-1]))
+        for subgroup in ((pipeline[0], pipeline[-1]), *((r,) for r in pipeline[1:-1]))
     ]
     if plan.num_stages == 1:
         ends = list(pipelines)
@@ -113,8 +113,8 @@ def _lower(plan: Plan, settings: FirstOrder, rank: int) -> Program:
             final=at_rest,
             step=step,
             process_groups={
-                name: len(next(part for part in parts if rank in part))
-                for name, parts in process_groups.items()
+                name: len(next(subgroup for subgroup in subgroups if rank in subgroup))
+                for name, subgroups in process_groups.items()
             },
             alignment_bytes=alignment_of(plan),
         )

@@ -48,7 +48,7 @@ def comparison_data(planned: PlannedRun, baseline: PlannedRun, settings: FirstOr
 
 
 def comparison_view(planned: PlannedRun, baseline: PlannedRun, settings: FirstOrder) -> Report:
-    """Return both side by side: time, what is sent, memory by parts."""
+    """Return both side by side: time, what is sent, memory by component."""
     settings = with_samples(settings, planned.plan.batch)
     columns = ("per step", planned.plan.describe(), settings.describe())
     sides = [_facts(side) for side in (planned, baseline)]

@@ -109,5 +109,5 @@ def curve_chart(root: str, title: str, columns: Mapping[str, Sequence[tuple[int,
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     every = -(-len(points) // MOST_POINTS)
-    parts = [points[begin : begin + every] for begin in range(0, len(points), every)]
-    return [(part[0][0], fmean(value for _, value in part)) for part in parts]
+    chunks = [points[begin : begin + every] for begin in range(0, len(points), every)]
+    return [(chunk[0][0], fmean(value for _, value in chunk)) for chunk in chunks]

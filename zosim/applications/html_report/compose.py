@@ -48,24 +48,24 @@ def page_of(
         [sentence for item in reported for sentence in _answer(item, several)],
     )
     if decision is not None:
-        page.parts.append(Report("Why this plan", *decision_view(decision).parts))
-        page.parts += _front(decision)
-    page.parts += sections
+        page.elements.append(Report("Why this plan", *decision_view(decision).elements))
+        page.elements += _front(decision)
+    page.elements += sections
     for item in reported[1:]:
         if item.planned.plan != reported[0].planned.plan:
             table = PlanComparison(reported[0].planned, item.planned).table()
-            page.parts.append(Report(f"{item.name} against {reported[0].name}", table))
+            page.elements.append(Report(f"{item.name} against {reported[0].name}", table))
     for item in reported:
         if item.comparison is not None:
             heading = f"{item.name}: predicted and measured" if several else "Predicted and measured"
-            page.parts.append(Report(heading, item.comparison.report()))
+            page.elements.append(Report(heading, item.comparison.report()))
     _add_timelines(page, reported)
     for number, item in enumerate(reported):
         if several or decision is None:
-            page.parts.append(
+            page.elements.append(
                 Report(f"{item.name}: prediction" if several else "Prediction", simulation_view(item.planned))
             )
-        page.parts.append(_links(item, several))
+        page.elements.append(_links(item, several))
         _add_curves(page, item, number)
     return page
 
@@ -154,7 +154,7 @@ def _add_timelines(page: ReportPage, reported: Sequence[Reported]) -> None:
         Table(("busy in a step", *seconds), rows, numeric=tuple(seconds), title="of the rank that ends last"),
         *(_path_table(timeline, planned, rank, name) for name, (timeline, planned, rank) in shown.items()),
     ]
-    page.parts.append(Illustration("timeline", "Timeline", timeline_svg(timelines), Report("", *tables)))
+    page.elements.append(Illustration("timeline", "Timeline", timeline_svg(timelines), Report("", *tables)))
     for name, (timeline, _, rank) in shown.items():
         for space in Space:
             root = f"memory-{len(page.memory)}"
@@ -169,7 +169,7 @@ def _add_timelines(page: ReportPage, reported: Sequence[Reported]) -> None:
                 [*at_peak, ("in all", format_bytes(peak.size_bytes))],
                 numeric=("bytes",),
             )
-            page.parts.append(_figure(chart, Report("", table)))
+            page.elements.append(_figure(chart, Report("", table)))
 
 
 def _path_table(timeline: Timeline, planned: PlannedRun, rank: int, name: str) -> Table:
@@ -218,7 +218,7 @@ def _add_curves(page: ReportPage, item: Reported, number: int) -> None:
             for row in list(zip(*chart.columns, strict=True))[::every]
         ]
         columns_shown = ("step", *chart.names)
-        page.parts.append(_figure(chart, Report("", Table(columns_shown, rows, numeric=columns_shown))))
+        page.elements.append(_figure(chart, Report("", Table(columns_shown, rows, numeric=columns_shown))))
 
 
 def _by_perturbation(

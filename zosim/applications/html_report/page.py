@@ -48,7 +48,7 @@ class ReportPage:
     Attributes
     ----------
     title, answer : str
-    parts : list of Report or Illustration
+    elements : list of Report or Illustration
     timelines : list of dict
         Of :func:`~zosim.applications.html_report.columns.timeline_columns`.
     memory, curves : list of Chart
@@ -59,7 +59,7 @@ class ReportPage:
 
     title: str
     answer: Sequence[str]
-    parts: list[Report | Illustration] = field(default_factory=list)
+    elements: list[Report | Illustration] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
     memory: list[Chart] = field(default_factory=list)
     curves: list[Chart] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ReportPage:
         block = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         title = escape(one_line(self.title))
         answer = "".join(f"<p>{escape(one_line(sentence))}</p>" for sentence in self.answer)
-        body = "\n".join(self._parts())
+        body = "\n".join(self._elements())
         return (
             "<!DOCTYPE html>\n"
             '<html lang="en"><head><meta charset="utf-8">'
@@ -117,21 +117,21 @@ class ReportPage:
             raise ZosimError(message, hint="name a file in a directory that exists") from error
         return file
 
-    def _parts(self) -> Iterable[str]:
-        for part in self.parts:
-            if isinstance(part, Report):
-                yield f"<section>{report_html(part)}</section>"
+    def _elements(self) -> Iterable[str]:
+        for element in self.elements:
+            if isinstance(element, Report):
+                yield f"<section>{report_html(element)}</section>"
                 continue
             numbers = (
                 ""
-                if part.numbers is None
-                else f"<details><summary>the same in numbers</summary>{report_html(part.numbers)}</details>"
+                if element.numbers is None
+                else f"<details><summary>the same in numbers</summary>{report_html(element.numbers)}</details>"
             )
-            root = f' id="{part.root}"' if part.root else ""
-            kept = "" if part.root else " stays"
+            root = f' id="{element.root}"' if element.root else ""
+            kept = "" if element.root else " stays"
             yield (
-                f"<section><h2>{escape(one_line(part.title))}</h2><figure{root}></figure>"
-                f'<div class="picture{kept}">{part.svg}</div>{numbers}</section>'
+                f"<section><h2>{escape(one_line(element.title))}</h2><figure{root}></figure>"
+                f'<div class="picture{kept}">{element.svg}</div>{numbers}</section>'
             )
 
 

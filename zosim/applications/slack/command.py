@@ -166,7 +166,7 @@ def _data(
 _WORDS: dict[Policy, str] = {
     "none": "no background steps",
     "whole": "background steps to their end",
-    "parts": "segment by segment",
+    "segments": "segment by segment",
     "cancel": "cancelled by requests",
 }
 

@@ -5,7 +5,7 @@ in a row; it starts when nobody waits. What a request that arrives meanwhile wai
 
 ``whole``
     The background step, to its end.
-``parts``
+``segments``
     The part of the background step that runs, such as a block of the model; the others go on when nobody waits again.
 ``cancel``
     Nothing: the background step's work is lost.
@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from topology.errors import TrafficError
 from zosim.applications.slack.arrivals import Times
 
-Policy = Literal["none", "whole", "parts", "cancel"]
+Policy = Literal["none", "whole", "segments", "cancel"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 _MOST_EVENTS = 1_000_000
@@ -75,7 +75,7 @@ class Server:
         if not (is_timed and is_finite and self.step_s > 0 and self.max_batch > 0 and self.num_segments > 0):
             raise TrafficError(
                 f"invalid times or counts: batch {self.batch_s} s, request {self.request_s} s, background "
-                f"step {self.step_s} s in {self.num_segments} parts",
+                f"step {self.step_s} s in {self.num_segments} segments",
                 hint="times must be finite and above 0, counts whole numbers of 1 or more",
             )
 
@@ -85,9 +85,12 @@ class Server:
 
     def vacation_s(self, policy: Policy) -> float:
         """Return the longest that a request waits for a background step."""
-        return {"none": 0.0, "whole": self.step_s, "parts": self.step_s / self.num_segments, "cancel": 0.0}[
-            policy
-        ]
+        return {
+            "none": 0.0,
+            "whole": self.step_s,
+            "segments": self.step_s / self.num_segments,
+            "cancel": 0.0,
+        }[policy]
 
 
 @dataclass
@@ -139,7 +142,7 @@ def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
     num_segments = 0.0 if policy == "none" else float(arrivals[-1]) * server.num_segments / server.step_s
     if len(arrivals) + num_segments + server.num_segments > _MOST_EVENTS:
         raise TrafficError(
-            f"{len(arrivals)} requests with up to {num_segments:.3g} parts of background steps are more "
+            f"{len(arrivals)} requests with up to {num_segments:.3g} segments of background steps are more "
             f"than the maximum of {_MOST_EVENTS} events",
             hint="use a shorter --duration or trace, or fewer --segments",
         )
@@ -164,7 +167,7 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
     server : Server
     rate_per_s : float
         Requests a second, on average.
-    policy : {"none", "whole", "parts", "cancel"}
+    policy : {"none", "whole", "segments", "cancel"}
 
     Examples
     --------
@@ -193,7 +196,7 @@ def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> 
     server : Server
     rate_per_s : float
         Requests a second, on average.
-    policy : {"none", "whole", "parts", "cancel"}
+    policy : {"none", "whole", "segments", "cancel"}
 
     Examples
     --------

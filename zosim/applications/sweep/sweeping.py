@@ -208,7 +208,7 @@ def sweep(
     num_workers = (os.cpu_count() or 1) if workers is None else workers
     if num_workers < 1:
         raise PlanError(f"--workers {workers} must be at least 1")
-    space = _Space(file, f"{code_version()} {evaluate.__module__}.{evaluate.__qualname__}", *_part(shard))
+    space = _Space(file, f"{code_version()} {evaluate.__module__}.{evaluate.__qualname__}", *_shard(shard))
     keys = space.checked_keys()
     with Results(output) as results:
         for other in merge:
@@ -291,7 +291,7 @@ class _Space:
                 yield SweepTask(key, configuration.settings)
 
 
-def _part(shard: str) -> tuple[int, int]:
+def _shard(shard: str) -> tuple[int, int]:
     """Return the number of a shard, from 0, and how many there are."""
     number, _, count = shard.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= _MOST_SHARDS):

@@ -17,7 +17,7 @@ from zosim.hardware.machine import Drives
 
 _SUSTAINED = 0.92
 """Assumed: part of what drives read in one large transfer that transfers of layers reach."""
-_WRITE_PART = 0.45
+_WRITE_SHARE = 0.45
 """Part of their reads that drives write at, where only these are stated: DeepNVMe writes 4 to 5 GB/s where it reads 10, and 11 where it reads 27."""
 _SPREAD = (0.6, 1.35)
 _MASTER_BYTES, _GRADIENT_BYTES = 12, 4
@@ -74,7 +74,7 @@ def _step_s(row: MeasuredRow, measured_machine: MeasuredMachine, moved_s: float,
     """
     num_parameters = model_of(row).num_parameters
     reads = _read_rate(row, measured_machine)
-    writes = reads * _write_part(measured_machine)
+    writes = reads * _write_share(measured_machine)
     forwards = 3.0 if row["checkpointing"].lower() == "none" else 4.0
     computed_s = row.count_or("accumulation", 1) * forwards * pass_s(row, measured_machine, bound)
     kept = _MASTER_BYTES + _GRADIENT_BYTES
@@ -92,8 +92,8 @@ def _read_rate(row: MeasuredRow, measured_machine: MeasuredMachine) -> float:
     return _SUSTAINED * drives.read_bytes_per_s
 
 
-def _write_part(measured_machine: MeasuredMachine) -> float:
+def _write_share(measured_machine: MeasuredMachine) -> float:
     device = measured_machine.devices[0]
     drives, disks = Drives.of(measured_machine.topology, device), measured_machine.topology.disks_of(device)
     is_declared = drives is not None and any(disk.write_bandwidth is not None for disk in disks)
-    return drives.write_bytes_per_s / drives.read_bytes_per_s if drives and is_declared else _WRITE_PART
+    return drives.write_bytes_per_s / drives.read_bytes_per_s if drives and is_declared else _WRITE_SHARE

@@ -55,7 +55,7 @@ def _attention(row: MeasuredRow) -> Work:
     code = row["code"].lower()
     reported = row.choice("attention_kernel", KERNEL_NAMES)
     is_stored = reported == "eager" or (reported is None and code == "math")
-    part = Attention(
+    op = Attention(
         num=row.count("batch") * heads,
         query=row.count("seq"),
         key=row.count("seq"),
@@ -65,15 +65,15 @@ def _attention(row: MeasuredRow) -> Work:
         kernel=next((kernel for kernel in get_args(AttentionKernel) if kernel == code), None),
         sharing=heads // shared,
     )
-    return Work(dtype=row.dtype, attention=(part,), num_kernels=1)
+    return Work(dtype=row.dtype, attention=(op,), num_kernels=1)
 
 
 def _attention_backward(row: MeasuredRow) -> Work:
     forward = _attention(row)
     if forward.attention[0].materialised:
         return forward.model_copy(update={"attention": forward.attention * 2})
-    parts = tuple(part.model_copy(update={"backward": True}) for part in forward.attention)
-    return forward.model_copy(update={"attention": parts})
+    ops = tuple(op.model_copy(update={"backward": True}) for op in forward.attention)
+    return forward.model_copy(update={"attention": ops})
 
 
 def _draw(row: MeasuredRow) -> Work:

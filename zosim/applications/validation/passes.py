@@ -153,7 +153,7 @@ def _pass_works(
         changed = {"key": length} if num_rows < length else {}
         if fuses_passes:
             changed["sharing"] = model.num_heads // model.num_key_value_heads
-        seen = tuple(part.model_copy(update=changed) for part in work.attention)
+        seen = tuple(op.model_copy(update=changed) for op in work.attention)
         work = work.model_copy(update={"attention": seen})
         if fuses_passes and segment not in (EMBED, HEAD):
             work = _with_few_passes(work, model, batch * rows)

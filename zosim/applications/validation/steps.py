@@ -110,8 +110,10 @@ def _device_bytes(planned: PlannedRun, row: MeasuredRow) -> Forecast:
             for rank, profile in enumerate(planned.rank_profiles)
         ]
         runtime = (CONTEXT, SLACK) if is_allocated else ()
-        parts = (part for taken in footprints for part in taken.components if part.where == "device")
-        return float(sum(part.size_bytes for part in parts if part.name not in runtime))
+        components = (
+            component for taken in footprints for component in taken.components if component.where == "device"
+        )
+        return float(sum(component.size_bytes for component in components if component.name not in runtime))
 
     # What code leaves alive may be more or less than its lines say.
     counted = bounded(size)
