@@ -20,9 +20,14 @@ from costmodel.work import AttentionKernel
 from topology.documents import USER_CATALOGUE, user_catalogue
 from topology.errors import TopologyError
 from topology.reading import shipped_yaml
+from topology.renamed import with_present_names
 from topology.schema import DeviceSpec
 
 AttentionWay = tuple[AttentionKernel | Literal[""], Literal["forward", "backward"]]
+
+
+RENAMED: Mapping[str, str] = {"architectures.*.float64_part": "float64_fraction"}
+"""Fields of architectures that were renamed (:mod:`topology.renamed`)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ def _read() -> tuple[tuple[Architecture, ...], dict[AttentionWay, float]]:
         for name, rows in data["attention"].items()
     }
     # The user's come first: who names a GPU that a shipped pattern has, too, means it.
-    rows = (user_catalogue().get("architectures") or {}) | data["architectures"]
+    own = with_present_names(user_catalogue(), RENAMED).get("architectures") or {}
+    rows = own | data["architectures"]
     try:
         listed = tuple(
             Architecture(name=name, **{**row, "attention": tables.get(row.get("attention"), {})})

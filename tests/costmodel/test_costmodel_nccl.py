@@ -105,6 +105,8 @@ def test_a_user_s_file_has_architectures_that_go_first(tmp_path, monkeypatch):
     listed, _ = gpus._read()
     assert listed[0].name == "mine"
     assert listed[1:] == ARCHITECTURES
+    path.write_text(path.read_text().replace("}", ", float64_part: 0.25}"))  # as before it was a fraction
+    assert gpus._read()[0][0].float64_fraction == 0.25
     path.write_text("architectures:\n  mine: {names: RTX 9090}\n")
     with pytest.raises(TopologyError, match="an architecture of ZOSIM_CATALOGUE is not valid"):
         gpus._read()

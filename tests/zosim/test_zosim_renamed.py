@@ -17,6 +17,7 @@ from costmodel.models.configs import read_model_spec
 from costmodel.rates import profile
 from tests.support.builders import unshared
 from topology.errors import PlanError
+from topology.hardware import resolve
 from zosim import cli, renamed
 from zosim.lowering import lower_all
 from zosim.plans import Plan
@@ -147,7 +148,6 @@ def test_plans_models_are_read_in_earlier_names(monkeypatch, good_plan):
 
 
 def test_a_profile_is_read_in_earlier_names(monkeypatch, tmp_path):
-    from topology.hardware import resolve
     from zosim.hardware.profiles import Profiles
 
     topology = resolve("cpu-laptop")
@@ -163,6 +163,16 @@ def test_a_profile_is_read_in_earlier_names(monkeypatch, tmp_path):
     path = tmp_path / "profile.json"
     profile.save_checksummed(old, path, "profile", profile.ProfileError)
     assert profile.load_profile(path) == good
+
+
+def test_a_profile_that_says_parts_is_read():
+    from zosim.hardware.profiles import Profiles
+
+    good = Profiles(resolve("cpu-laptop")).of("cpu0")
+    said = ("shared_sampling", "skip", "slowdown")
+    old = re.sub(f'"({"|".join(said)})_fraction', r'"\1_part', good.model_dump_json())
+    assert '"skip_part' in old
+    assert profile.Profile.model_validate_json(old) == good
 
 
 def test_programs_and_models_that_say_groups_are_read(tmp_path):
