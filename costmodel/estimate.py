@@ -210,16 +210,16 @@ def _efficiency(op: Matmul, dtype: str, values: Mapping[str, float]) -> float:
 def _attention_s(op: Attention, dtype: str, width: int, values: Mapping[str, float]) -> float:
     """Return the time of attention: one fused kernel, or two batched products where scores are stored."""
     if not op.materialised:
-        kind = _variant(op, dtype, values)
-        half_len = _half_len(kind.removeprefix(dtype + "."), values)
+        variant = _variant(op, dtype, values)
+        half_len = _half_len(variant.removeprefix(dtype + "."), values)
         saturation = op.key / (op.key + half_len)
         # Tiles that the diagonal crosses are computed whole.
         half = min(1.0, 0.5 * (1 + values.get("attention_diagonal_len", 0.0) / op.query))
         full_flops = 2 * op.flops if op.causal_skip else op.flops
         computed = half if op.causal_skip else 1.0
-        products_s = full_flops * computed / (_rate("attention_rate", kind, values) * saturation)
+        products_s = full_flops * computed / (_rate("attention_rate", variant, values) * saturation)
         num_scores = op.score_elements * computed
-        computing_s = products_s + num_scores / _by_format("attention_score_rate", kind, values)
+        computing_s = products_s + num_scores / _by_format("attention_score_rate", variant, values)
         if not values.get("multiprocessors"):
             return computing_s
         # What a GPU computes meanwhile hides the reading, but short sequences compute little.
@@ -244,12 +244,12 @@ def _variant(op: Attention, dtype: str, values: Mapping[str, float]) -> str:
 
 
 def _cached_s(
-    size_bytes: int, num_kernels: int, kind: str, values: Mapping[str, float], dtype: str = ""
+    size_bytes: int, num_kernels: int, quantity: str, values: Mapping[str, float], dtype: str = ""
 ) -> float:
     """Return the time of a pass of which each kernel finds up to ``cache_bytes`` in cache."""
     cached = _cached_bytes(size_bytes, num_kernels, values["cache_bytes"])
-    in_cache = _by_format(f"{kind}_cache_bandwidth", dtype, values)
-    in_memory = _by_format(f"{kind}_bandwidth", dtype, values)
+    in_cache = _by_format(f"{quantity}_cache_bandwidth", dtype, values)
+    in_memory = _by_format(f"{quantity}_bandwidth", dtype, values)
     return cached / in_cache + (size_bytes - cached) / in_memory
 
 
@@ -280,9 +280,9 @@ def _sampling_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]
     if not any((work.num_normals, work.num_skipped, work.num_shared_samplings, work.num_seeds)):
         return {}
     number_s = 1 / _rate(f"sampling_rate.{work.distribution}", work.sampling_dtype, values)
-    kind = f"{work.distribution}.{work.sampling_dtype}"
+    sampled = f"{work.distribution}.{work.sampling_dtype}"
     alone_s = (work.num_normals - work.num_shared_normals) * number_s
-    fraction = _by_format("shared_sampling_fraction", kind, values) if work.num_shared_samplings else 1.0
+    fraction = _by_format("shared_sampling_fraction", sampled, values) if work.num_shared_samplings else 1.0
     seeding_s = work.num_seeds * values.get("seed_s", 0.0)
     shared_s = (work.num_shared_normals * number_s + seeding_s) * fraction
     split_s = work.num_split_sequences * values.get("split_s", 0.0)
@@ -290,7 +290,7 @@ def _sampling_terms(work: Work, values: Mapping[str, float]) -> dict[str, float]
     jump_s = values.get("jump_s")
     num_passed = work.num_skipped - (0 if jump_s is None else work.num_jumped)
     # Who shares a draw shares what it passes over, too.
-    skipped_s = num_passed * number_s * _by_format("skip_fraction", kind, values) * fraction
+    skipped_s = num_passed * number_s * _by_format("skip_fraction", sampled, values) * fraction
     return {
         "sampling": alone_s + work.num_kept_rows * values["kept_row_s"],
         "shared_sampling": shared_s + work.num_shared_samplings * values["sharing_s"] + split_s,
@@ -324,18 +324,20 @@ def _cast_s(work: Work, values: Mapping[str, float]) -> float:
     return work.num_casts / rate
 
 
-def _by_format(kind: str, name: str, values: Mapping[str, float]) -> float:
+def _by_format(quantity: str, name: str, values: Mapping[str, float]) -> float:
     """Return a constant for a format or a kind of code, or the one for all of them."""
-    rate = values.get(f"{kind}.{name}")
-    return values[kind] if rate is None else rate
+    rate = values.get(f"{quantity}.{name}")
+    return values[quantity] if rate is None else rate
 
 
-def _rate(kind: str, dtype: str, values: Mapping[str, float]) -> float:
+def _rate(quantity: str, dtype: str, values: Mapping[str, float]) -> float:
     try:
-        return values[f"{kind}.{dtype}"]
+        return values[f"{quantity}.{dtype}"]
     except KeyError:
-        known = sorted(name.removeprefix(f"{kind}.") for name in values if name.startswith(f"{kind}."))
-        message = f"the profile has no {kind} for {dtype}"
+        known = sorted(
+            name.removeprefix(f"{quantity}.") for name in values if name.startswith(f"{quantity}.")
+        )
+        message = f"the profile has no {quantity} for {dtype}"
         hint = (
             f"it has {', '.join(known)}; use one of these formats" if known else "measure it: zosim calibrate"
         )

@@ -1,7 +1,7 @@
 """Devices that torch finds on this machine, by the names that options give them.
 
 What drives a device asks ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so that every accelerator that torch
-knows is a name. :func:`device_module` is for what torch keeps apart by kind: counters of memory, and names.
+knows is a name. :func:`device_module` is for what torch keeps apart by type: counters of memory, and names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from topology.errors import PlanError, RunError
 
 ACCELERATORS = ("cuda", "xpu", "npu")
-"""Kinds of devices with streams, events and pinned memory; ROCm's are called cuda."""
+"""Types of devices with streams, events and pinned memory; ROCm's are called cuda."""
 
 
 def device_named(name: str) -> torch.device:
@@ -49,24 +49,24 @@ _SPELT = {"cuda": "CUDA", "xpu": "XPU", "npu": "NPU"}
 
 
 def accelerator_type() -> str:
-    """Return the kind of the accelerators that torch finds, ``cuda`` where it finds none."""
+    """Return the type of the accelerators that torch finds, ``cuda`` where it finds none."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return present.type if present is not None and present.type in ACCELERATORS else "cuda"
 
 
-def num_devices_of(kind: str) -> int:
-    """Return how many devices of a kind torch finds; a build of torch is for one kind."""
+def num_devices_of(device_type: str) -> int:
+    """Return how many devices of a type torch finds; a build of torch is for one type."""
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    is_known = kind in ACCELERATORS and present is not None and present.type == kind
+    is_known = device_type in ACCELERATORS and present is not None and present.type == device_type
     return torch.accelerator.device_count() if is_known else 0
 
 
-def own_index(kind: str, local_rank: int) -> int:
+def own_index(device_type: str, local_rank: int) -> int:
     """Return the number of a rank's own device: its own number on its host, or 0 where it is shown a single one.
 
     Slurm's ``--gpus-per-task=1`` shows each rank one device, all under the number 0.
     """
-    return 0 if num_devices_of(kind) == 1 else local_rank
+    return 0 if num_devices_of(device_type) == 1 else local_rank
 
 
 def check_device(name: str) -> None:
@@ -88,7 +88,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def select_device(device: torch.device) -> None:
-    """Let this thread's kernels go to a device: by its kind, since torch 2.6 has another name for it than later ones."""
+    """Let this thread's kernels go to a device: by its type, since torch 2.6 has another name for it than later ones."""
     device_module(device).set_device(device)
 
 

@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 from topology.errors import RunError
 from topology.reading import parse_json
 
-Kind = Literal["server", "reward"]
+EndpointRole = Literal["server", "reward"]
 
 _MOST_BYTES = 64 << 20
 """Of an answer."""
 
 _MOST_SECONDS = 86_400.0
-_FLAGS: dict[Kind, str] = {"server": "--timeout", "reward": "--reward-timeout"}
+_FLAGS: dict[EndpointRole, str] = {"server": "--timeout", "reward": "--reward-timeout"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class JsonServer:
 
     Attributes
     ----------
-    kind : {"server", "reward"}
+    role : {"server", "reward"}
         What it is for.
     url : str
     host, port, path, query : str, int, str, str
@@ -43,7 +43,7 @@ class JsonServer:
         Most seconds for an answer, its last byte included.
     """
 
-    kind: Kind
+    role: EndpointRole
     url: str
     host: str
     port: int
@@ -53,7 +53,7 @@ class JsonServer:
     timeout_s: float
 
     @classmethod
-    def at(cls, url: str, kind: Kind, timeout_s: float, *, is_local: bool = False) -> Self:
+    def at(cls, url: str, role: EndpointRole, timeout_s: float, *, is_local: bool = False) -> Self:
         """Return the server at an address, which is not asked yet.
 
         Raises
@@ -70,19 +70,19 @@ class JsonServer:
             raise RunError(f"{url!r} is not an http or https URL", hint="such as http://127.0.0.1:8000")
         if is_local and not _is_loopback(parts.hostname):
             raise RunError(
-                f"the {kind} at {url} is not on this machine",
+                f"the {role} at {url} is not on this machine",
                 hint="use an address such as http://127.0.0.1:PORT/PATH",
             )
         is_secure = parts.scheme == "https"
         query = f"?{parts.query}" if parts.query else ""
         port = port or (443 if is_secure else 80)
-        limit_s = checked_limit_s(timeout_s, kind)
-        return cls(kind, url, parts.hostname, port, parts.path, query, is_secure, limit_s)
+        limit_s = checked_limit_s(timeout_s, role)
+        return cls(role, url, parts.hostname, port, parts.path, query, is_secure, limit_s)
 
     @property
     def name(self) -> str:
         """How errors call it."""
-        return f"the {self.kind} at {self.url}"
+        return f"the {self.role} at {self.url}"
 
     def ask(self, method: str, path: str = "", body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
         """Return the status of an answer, and what it says: a value of JSON, or text where it is none.
@@ -154,7 +154,7 @@ class JsonServer:
             if timer is not None:
                 timer.cancel()
         if is_over.is_set():
-            raise late(self.kind, self.name, self.timeout_s, path)
+            raise late(self.role, self.name, self.timeout_s, path)
 
 
 def read_answer(raw: bytes) -> Any:
@@ -165,7 +165,7 @@ def read_answer(raw: bytes) -> Any:
         return raw.decode(errors="replace")
 
 
-def checked_limit_s(timeout_s: float, kind: Kind) -> float:
+def checked_limit_s(timeout_s: float, role: EndpointRole) -> float:
     """Return a time limit.
 
     Raises
@@ -174,16 +174,16 @@ def checked_limit_s(timeout_s: float, kind: Kind) -> float:
         If nothing can be waited for as long.
     """
     if not 0 < timeout_s <= _MOST_SECONDS:
-        message = f"{_FLAGS[kind]} {timeout_s:g} is not a valid time to wait"
+        message = f"{_FLAGS[role]} {timeout_s:g} is not a valid time to wait"
         raise RunError(message, hint=f"give seconds above 0, at most {_MOST_SECONDS:g}")
     return timeout_s
 
 
-def late(kind: Kind, name: str, timeout_s: float, path: str = "") -> RunError:
+def late(role: EndpointRole, name: str, timeout_s: float, path: str = "") -> RunError:
     """Return the error of what has not answered in time."""
     return RunError(
         f"{name} did not answer {path + ' ' if path else ''}within {timeout_s:g} s",
-        hint=f"it may be overloaded; wait longer with {_FLAGS[kind]}",
+        hint=f"it may be overloaded; wait longer with {_FLAGS[role]}",
     )
 
 

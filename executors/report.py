@@ -98,9 +98,9 @@ def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson]
         (c.name, f"{c.value:.4g}", f"{c.low:.4g} to {c.high:.4g}", c.unit, fit.unidentified.get(c.name, ""))
         for c in profile.constants
     ]
-    kinds = [
-        (kind.name, f"{kind.num_rows}", f"{kind.median:.1%}", f"{kind.largest:+.1%}")
-        for kind in fit.by_operation()
+    operations = [
+        (operation.name, f"{operation.num_rows}", f"{operation.median:.1%}", f"{operation.largest:+.1%}")
+        for operation in fit.by_operation()
     ]
     parts = [
         ("least well explained", "fitted", fit.worst()),
@@ -115,8 +115,8 @@ def calibration_view(profile: Profile, fit: FitReport, lessons: Sequence[Lesson]
             numeric=("value",),
         ),
         Table(
-            ("measured, by kind", "number", "median error", "largest error"),
-            kinds,
+            ("measured, by operation", "number", "median error", "largest error"),
+            operations,
             numeric=("number", "median error", "largest error"),
         ),
         *(

@@ -76,7 +76,7 @@ class Route:
 
     @property
     def narrowest_technology(self) -> str:
-        """Kind of the narrowest link; ``memory`` where no link is passed."""
+        """Technology of the narrowest link; ``memory`` where no link is passed."""
         link = min(self.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
         return "memory" if link is None else link.type.technology
 

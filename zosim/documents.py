@@ -71,13 +71,13 @@ class Document(ABC):
             Of the kind's own type, if the file is missing, is no JSON object, is of a version that is not read, or holds
             something else.
         """
-        kind = cls.document
-        data = read_json_object(path, kind.name, kind.error, hint=kind.make)
-        if data.get("version") not in range(kind.oldest, kind.version + 1):
-            raise kind.error(
-                f"{path} is a {kind.name} of version {data.get('version')!r}, but this zosim reads version "
-                f"{kind.version}",
-                hint=kind.make,
+        document_type = cls.document
+        data = read_json_object(path, document_type.name, document_type.error, hint=document_type.make)
+        if data.get("version") not in range(document_type.oldest, document_type.version + 1):
+            raise document_type.error(
+                f"{path} is a {document_type.name} of version {data.get('version')!r}, but this zosim reads version "
+                f"{document_type.version}",
+                hint=document_type.make,
             )
         return cls.from_data(data, str(path))
 

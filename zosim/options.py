@@ -153,10 +153,10 @@ ReportFile = Annotated[
 ]
 
 
-def axis(kind: type[_Model], **fields: object) -> _Model:
+def axis(section_type: type[_Model], **fields: object) -> _Model:
     """Return one axis of a plan from options."""
-    with readable(f"option of {kind.__name__.lower()}", PlanError, model=kind):
-        return kind.model_validate(fields)
+    with readable(f"option of {section_type.__name__.lower()}", PlanError, model=section_type):
+        return section_type.model_validate(fields)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class ConfigOption:
     ----------
     path : tuple of str
         Where the section lies in the tree.
-    kind : type
+    section_type : type
         Class of the section.
     setting : Setting
     field : SettingField or None
@@ -176,7 +176,7 @@ class ConfigOption:
     """
 
     path: tuple[str, ...]
-    kind: type[Section]
+    section_type: type[Section]
     setting: Setting
     field: SettingField | None
     flag: str
@@ -190,7 +190,7 @@ class ConfigOption:
     def parameter(self) -> inspect.Parameter:
         """The parameter that typer makes the option of; its value is None where it is left out."""
         typed = self.typed
-        heading = self.setting.heading or self.kind.heading
+        heading = self.setting.heading or self.section_type.heading
         arguments: dict[str, Any] = {"help": self.setting.help, "show_default": self._default or False}
         arguments["rich_help_panel"] = f"{EXPERT}: {heading}" if self.is_expert else heading
         names = f"{self.flag}/--no-{self.flag[2:]}" if typed is bool else self.flag
@@ -235,7 +235,7 @@ class ConfigOption:
             If it is no value of the field.
         """
         if self.field is None:
-            return dict(self.kind.parse(typed))  # type: ignore[attr-defined]
+            return dict(self.section_type.parse(typed))  # type: ignore[attr-defined]
         value = typed if self.setting.parse is None else self.setting.parse(typed)
         with readable(f"{self.flag} {typed}", PlanError):
             return {self.field.name: TypeAdapter(self.field.annotation).validate_python(value)}
@@ -260,8 +260,8 @@ def options_of(tree: type[Section], path: tuple[str, ...] = ()) -> tuple[ConfigO
         options += [
             ConfigOption(path, tree, field.setting, field if field.name else None, flag) for flag in flags
         ]
-    for name, kind in () if whole else _sections_of(tree).items():
-        options += options_of(kind, (*path, name))
+    for name, section_type in () if whole else _sections_of(tree).items():
+        options += options_of(section_type, (*path, name))
     return tuple(options)
 
 
@@ -303,8 +303,8 @@ def _built(
 ) -> _Tree:
     """Return a section, and those below it, with fields that were checked one by one; together they are checked when complete."""
     below = {
-        name: _built(kind, (*path, name), declared)
-        for name, kind in _sections_of(tree).items()
+        name: _built(section_type, (*path, name), declared)
+        for name, section_type in _sections_of(tree).items()
         if any(where[: len(path) + 1] == (*path, name) for where in declared)
     }
     fields: dict[str, Any] = {**declared.get(path, {}), **below}

@@ -442,10 +442,10 @@ def merged(timelines: Sequence[Timeline]) -> Timeline:
     TimelineError
         If there is none, or they are of different runs.
     """
-    kinds = {(item.program, item.source, item.num_steps, item.repeat) for item in timelines}
-    if len(kinds) != 1:
+    identities = {(item.program, item.source, item.num_steps, item.repeat) for item in timelines}
+    if len(identities) != 1:
         runs = "; ".join(
-            f"{name} ({source}, {steps} steps)" for name, source, steps, _ in sorted(kinds, key=repr)
+            f"{name} ({source}, {steps} steps)" for name, source, steps, _ in sorted(identities, key=repr)
         )
         message = f"cannot merge timelines of different runs: {runs or 'none given'}"
         raise TimelineError(message, hint="give one timeline per rank of the same run")

@@ -21,7 +21,7 @@ CollectiveName = Literal["all_gather", "all_reduce", "reduce_scatter"]
 """Collectives that a program can have."""
 
 MESSAGE_S: Mapping[str, float] = MappingProxyType({"cpu": 5.5e-5, "gpu": 0.0})
-"""Time of a small message besides the links' latency, by kind of device, where no calibration has measured it.
+"""Time of a small message besides the links' latency, by type of device, where no calibration has measured it.
 
 Processes of one host over gloo's loopback: an all_reduce of 8 bytes between two takes 0.11 ms, two messages. Between
 GPUs the latencies of the catalogue's NVLinks and PCIe links are NCCL's own and hold the software's part.

@@ -415,7 +415,7 @@ def _gpu_constants(spec: DeviceSpec) -> Iterator[Constant]:
     bursts = {dtype: _burst(spec, dtype) for dtype in COMPUTE_FORMATS}
     for constant in known.values():
         burst = bursts.get(constant.name.split(".")[1], 1.0) if "." in constant.name else 1.0  # type: ignore[call-overload]
-        yield _slower(constant, burst) if constant.kind in _POWERED else constant
+        yield _slower(constant, burst) if constant.quantity in _POWERED else constant
     for dtype, burst in bursts.items():
         if burst > 1:
             yield _constant(f"burst.{dtype}", (burst,) * 3, "costmodel.devices.gpus.sustained_flop_per_s")
@@ -487,7 +487,7 @@ def _with_bursts(profile: Profile, power: Literal[1, -1]) -> Profile:
     changed = []
     for constant in profile.constants:
         burst = profile.values().get(f"burst.{constant.name.split('.')[1]}") if "." in constant.name else None
-        if burst is not None and constant.kind in _POWERED:
+        if burst is not None and constant.quantity in _POWERED:
             ends = {end: getattr(constant, end) * burst**power for end in ("value", "low", "high")}
             changed.append(constant.model_copy(update=ends))
     return profile.with_constants(*changed, origin=profile.origin) if changed else profile

@@ -98,7 +98,7 @@ def fit_profile(
     base_profile: Profile,
     *,
     statistic: Statistic = "median",
-    kinds: Collection[str] = CONSTANT_UNITS,
+    quantities: Collection[str] = CONSTANT_UNITS,
 ) -> tuple[Profile, FitReport]:
     """Return the profile that explains `measurements` best, and how well it does.
 
@@ -110,7 +110,7 @@ def fit_profile(
     statistic : {"median", "fastest"}
         Which duration of a measurement to explain. The fastest is the machine's own where other processes
         disturbed the measuring; the median is what runs will meet if they are disturbed alike.
-    kinds : collection of str
+    quantities : collection of str
         Of constants that are fitted: others stay as they are.
 
     Raises
@@ -137,7 +137,7 @@ def fit_profile(
                 f"is for {base_profile.num_threads}"
             )
             raise ProfileError(message, hint="measure with the number of threads that runs will use")
-    problem = _CalibrationProblem(fitted, base_profile, statistic, kinds)
+    problem = _CalibrationProblem(fitted, base_profile, statistic, quantities)
     return _outcome(problem, problem.solve(), measurements)
 
 
@@ -149,13 +149,13 @@ class _CalibrationProblem:
         measurements: Sequence[Measurement],
         profile: Profile,
         statistic: Statistic,
-        kinds: Collection[str],
+        quantities: Collection[str],
     ) -> None:
         constants = [
             constant
             for constant in profile.constants
-            if constant.kind in kinds
-            and constant.kind not in _NOT_FITTED
+            if constant.quantity in quantities
+            and constant.quantity not in _NOT_FITTED
             and constant.value > 0
             and constant.low < constant.high
         ]
@@ -176,8 +176,8 @@ class _CalibrationProblem:
 
     def log_ratios(self, x: Floats) -> Floats:
         """Return log predicted over measured, one per measurement."""
-        values, kind = self.values(x), self.profile.device_type
-        predicted = [_predicted_s(measurement, values, kind) for measurement in self.measurements]
+        values, device_type = self.values(x), self.profile.device_type
+        predicted = [_predicted_s(measurement, values, device_type) for measurement in self.measurements]
         return np.log(predicted) - self.log_seconds
 
     def counted(self, log_ratios: Floats) -> Floats:
@@ -210,14 +210,16 @@ class _CalibrationProblem:
 
     def jacobian(self, x: Floats, step: float = 1e-3) -> Floats:
         """Return the central differences of the log predictions, measurements by constants."""
-        derivatives, kind = np.zeros((len(self.measurements), len(x))), self.profile.device_type
+        derivatives, device_type = np.zeros((len(self.measurements), len(x))), self.profile.device_type
         for index, rows in enumerate(self._rows_of):
             shift = np.zeros_like(x)
             shift[index] = step
             above, below = self.values(x + shift), self.values(x - shift)
             for row in rows:
                 measurement = self.measurements[row]
-                ratio = _predicted_s(measurement, above, kind) / _predicted_s(measurement, below, kind)
+                ratio = _predicted_s(measurement, above, device_type) / _predicted_s(
+                    measurement, below, device_type
+                )
                 derivatives[row, index] = math.log(ratio) / (2 * step)
         return derivatives
 
@@ -236,24 +238,24 @@ class _CalibrationProblem:
         return rows
 
 
-def _prior_sigma(constant: Constant, kind: DeviceType) -> float:
+def _prior_sigma(constant: Constant, device_type: DeviceType) -> float:
     """Return half the base interval in logs; one that reaches zero counts as a factor of ten.
 
     A narrow one of a bandwidth of a CPU is not believed: its memory may have been measured while others used it.
     """
     low = constant.low if constant.low > 0 else constant.value / 10
-    least = _VAGUE if kind == "cpu" and constant.unit == "byte/s" else 0.05
+    least = _VAGUE if device_type == "cpu" and constant.unit == "byte/s" else 0.05
     return max(least, math.log(constant.high / low) / 2)
 
 
-def _predicted_s(measurement: Measurement, values: Mapping[str, float], kind: DeviceType) -> float:
+def _predicted_s(measurement: Measurement, values: Mapping[str, float], device_type: DeviceType) -> float:
     """Return the estimate of what was timed: the work, and the cost of a program's instruction if it was one."""
     terms = work_terms(measurement.work, values, measurement.direction)
     if measurement.work.link_bytes:
         return values["message_s"] + measurement.work.link_bytes / values["loopback_bandwidth"]
     if not measurement.is_instruction:
         terms.pop("overhead")
-    return combine_terms(terms, kind)
+    return combine_terms(terms, device_type)
 
 
 def _outcome(

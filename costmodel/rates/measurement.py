@@ -20,7 +20,7 @@ class Measurement:
     Attributes
     ----------
     name : str
-        What was done. Its first word is its kind, by which reports are grouped.
+        What was done. Its first word is its operation, by which reports are grouped.
     work : Work
         What it counts as.
     seconds : float
@@ -78,7 +78,7 @@ class Measurement:
             raise ProfileError(f"measurement {self.name!r}: weight={self.weight} must lie between 0 and 1")
 
     @property
-    def kind(self) -> str:
+    def operation(self) -> str:
         """First word of the name."""
         return self.name.split(" ", 1)[0]
 

@@ -249,7 +249,7 @@ class Constant(BaseModel):
         if not (self.low <= self.value <= self.high and math.isfinite(self.high)):
             message = f"{self.name}: {self.value} is outside its interval [{self.low}, {self.high}]"
             raise ValueError(message)
-        expected = CONSTANT_UNITS.get(self.kind)
+        expected = CONSTANT_UNITS.get(self.quantity)
         if self.unit != expected:
             message = f"{self.name}: unit {self.unit!r}, expected {expected!r}"
             raise ValueError(message)
@@ -262,7 +262,7 @@ class Constant(BaseModel):
         return self
 
     @property
-    def kind(self) -> str:
+    def quantity(self) -> str:
         """Name without formats."""
         return self.name.split(".", 1)[0]
 
@@ -285,10 +285,10 @@ class Constant(BaseModel):
         if bound == "central":
             return self.value
         shortest, longest = (
-            (self.high, self.low) if self.is_rate or self.kind == "cache_bytes" else (self.low, self.high)
+            (self.high, self.low) if self.is_rate or self.quantity == "cache_bytes" else (self.low, self.high)
         )
         end = shortest if bound == "low" else longest
-        if scale == 1.0 or self.kind in _MEMORY_CONSTANTS | _UNTRIED_CONSTANTS:
+        if scale == 1.0 or self.quantity in _MEMORY_CONSTANTS | _UNTRIED_CONSTANTS:
             return end
         if self.value > 0 and end > 0:
             return self.value * math.exp(scale * math.log(end / self.value))
@@ -344,7 +344,7 @@ class Profile(BaseModel):
         names = [constant.name for constant in self.constants]
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         missing = sorted(
-            set(CONSTANT_UNITS) - _OPTIONAL_CONSTANTS - {constant.kind for constant in self.constants}
+            set(CONSTANT_UNITS) - _OPTIONAL_CONSTANTS - {constant.quantity for constant in self.constants}
         )
         if twice or missing:
             message = f"constants given twice: {twice}, constants missing: {missing}"

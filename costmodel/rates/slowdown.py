@@ -47,7 +47,7 @@ _CONSTANTS: Mapping[WorkType, tuple[str, ...]] = {
         "step_s",
     ),
 }
-_KIND_OF = {constant: kind for kind, constants in _CONSTANTS.items() for constant in constants}
+_WORK_TYPE_OF = {constant: work_type for work_type, constants in _CONSTANTS.items() for constant in constants}
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,14 @@ def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
     constants = [_constant("reference_s", slowdown.fast_s, slowdown.fast_s, slowdown.fast_s, source)]
     source = "median time of the reference while calibrating, over that"
     constants.append(_constant("slowdown", 1.0, 1.0, max(1.0, slowdown.high), source))
-    for kind in _CONSTANTS:
-        fraction = slowdown.fractions.get(kind)
+    for work_type in _CONSTANTS:
+        fraction = slowdown.fractions.get(work_type)
         source = "slowing of this work with that of the reference"
         if fraction is None:
             fraction, source = 1.0, "assumed: slows as the reference does, none was seen slowed"
-        constants.append(_constant(f"slowdown_fraction.{kind}", fraction, fraction / 2, 2 * fraction, source))
+        constants.append(
+            _constant(f"slowdown_fraction.{work_type}", fraction, fraction / 2, 2 * fraction, source)
+        )
     return at_slowdown(profile.with_constants(*constants, origin=profile.origin), slowdown.ratio)
 
 
@@ -102,7 +104,7 @@ def at_slowdown(profile: Profile, ratio: float) -> Profile:
     ratio = max(1.0, ratio)
     scaled = []
     for constant in profile.constants:
-        slowing = _slowing(profile, constant.kind, own, ratio)
+        slowing = _slowing(profile, constant.quantity, own, ratio)
         factor = 1 / slowing if constant.is_rate else slowing
         ends = {name: getattr(constant, name) * factor for name in ("low", "value", "high")}
         scaled.append(constant.model_copy(update=ends))
@@ -129,10 +131,10 @@ def off_slowdown(profile: Profile, ratio: float) -> float:
 
 
 def _slowing(profile: Profile, constant: str, own: float, ratio: float) -> float:
-    kind = _KIND_OF.get(constant)
-    if kind is None:
+    work_type = _WORK_TYPE_OF.get(constant)
+    if work_type is None:
         return 1.0
-    fraction = profile.values()[f"slowdown_fraction.{kind}"]
+    fraction = profile.values()[f"slowdown_fraction.{work_type}"]
     return (1 + fraction * (ratio - 1)) / (1 + fraction * (own - 1))
 
 

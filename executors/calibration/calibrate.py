@@ -50,7 +50,7 @@ _PER_INTERVAL = 40
 
 _ENOUGH = 10
 _LEAST_FRACTION = 0.05
-_KINDS: Mapping[str, WorkType] = {
+_WORK_TYPES: Mapping[str, WorkType] = {
     **dict.fromkeys(("matmul", "attention", "factor"), "products"),
     **dict.fromkeys(("draw", "skip", "jump", "rows"), "sampling"),
     **dict.fromkeys(("perturb", "update", "elementwise", "softmax", "cast", "copy", "allocate"), "passes"),
@@ -307,14 +307,14 @@ def _slowdown(sampled: Sequence[_Samples], measurements: Sequence[Measurement], 
     """Return the pace while these samples were taken, and how far their kinds of work followed it."""
     followed: dict[WorkType, list[float]] = defaultdict(list)
     for samples, measured in zip(sampled, measurements, strict=True):
-        kind = None if measured.contended else _KINDS.get(measured.kind)
+        work_type = None if measured.contended else _WORK_TYPES.get(measured.operation)
         for second, pair, wait in zip(samples.seconds, samples.references, samples.waits, strict=True):
             is_slowed = _SLOWED * fast_s <= min(pair) and max(pair) <= _FAR * fast_s and wait <= _WAITED
-            if kind is not None and is_slowed:
-                followed[kind].append((second / measured.seconds - 1) / (fmean(pair) / fast_s - 1))
+            if work_type is not None and is_slowed:
+                followed[work_type].append((second / measured.seconds - 1) / (fmean(pair) / fast_s - 1))
     fractions = {
-        kind: max(_LEAST_FRACTION, median(ratios))
-        for kind, ratios in followed.items()
+        work_type: max(_LEAST_FRACTION, median(ratios))
+        for work_type, ratios in followed.items()
         if len(ratios) >= _ENOUGH
     }
     # In the order of time: rounds of all probes, without what was added for some.

@@ -347,7 +347,7 @@ def _with_quant_rates(
     profile: Profile, fit: FitReport, steps: Sequence[WholeStep]
 ) -> tuple[Profile, FitReport]:
     """Return a profile with the rates of passes over quantized values that steps with quantized weights tell, all else as it is."""
-    profile, quantized_fit = fit_profile(_within_steps(profile, steps), profile, kinds=("quant_rate",))
+    profile, quantized_fit = fit_profile(_within_steps(profile, steps), profile, quantities=("quant_rate",))
     known = {name: why for name, why in fit.unidentified.items() if not name.startswith("quant_rate")}
     return profile, replace(
         fit,

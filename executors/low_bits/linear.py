@@ -201,7 +201,9 @@ def _tiles(num_rows: int, num_columns: int, device: str) -> Iterator[tuple[slice
             yield slice(first, min(first + rows, num_rows)), slice(begin, min(begin + columns, num_columns))
 
 
-def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "int8") -> tuple[Tensor, Tensor]:
+def quantized_inputs(
+    inputs: Tensor, scope: InputScales, input_format: InputFormat = "int8"
+) -> tuple[Tensor, Tensor]:
     """Quantize inputs to the nearest int8 or e4m3 value, with a scale per token or one for all.
 
     Parameters
@@ -210,7 +212,7 @@ def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "in
         Shape (tokens, features), floating point.
     scope : {"token", "tensor"}
         What shares a scale.
-    kind : {"int8", "float8"}
+    input_format : {"int8", "float8"}
 
     Returns
     -------
@@ -221,23 +223,25 @@ def quantized_inputs(inputs: Tensor, scope: InputScales, kind: InputFormat = "in
     """
     num_rows, width = inputs.shape
     by_token = scope == "token"
-    qvalues = torch.empty_like(inputs, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    qvalues = torch.empty_like(inputs, dtype=torch.int8 if input_format == "int8" else torch.float8_e4m3fn)
     scales = torch.empty((num_rows if by_token else 1, 1), dtype=torch.float32, device=inputs.device)
     # Without temporaries as large as the inputs: fresh memory costs more than another pass.
     length = max(1, TILE_ELEMENTS // width) if inputs.device.type == "cpu" else num_rows
     pieces = [slice(begin, begin + length) for begin in range(0, num_rows, length)]
     if not by_token:
         largest = torch.stack([_largest(inputs[rows]).amax(0, keepdim=True) for rows in pieces])
-        scales.copy_(_scales_of(_as_numbers(largest.amax(0), inputs.dtype), kind))
+        scales.copy_(_scales_of(_as_numbers(largest.amax(0), inputs.dtype), input_format))
     for rows in pieces:
         part = inputs[rows]
         if by_token:
-            scales[rows] = _scales_of(_as_numbers(_largest(part), inputs.dtype), kind)
+            scales[rows] = _scales_of(_as_numbers(_largest(part), inputs.dtype), input_format)
         by = scales[rows] if by_token else scales
         quotients = part / by if part.dtype == torch.float32 else part.float().div_(by)
         # The largest integer is 127 and a rounding, so nothing has to be clamped.
         qvalues[rows] = (
-            quotients.round_() if kind == "int8" else quotients.clamp_(-_LARGEST[kind], _LARGEST[kind])
+            quotients.round_()
+            if input_format == "int8"
+            else quotients.clamp_(-_LARGEST[input_format], _LARGEST[input_format])
         )
     return qvalues, scales
 
@@ -255,9 +259,9 @@ def _as_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.view(dtype).float()
 
 
-def _scales_of(largest: Tensor, kind: InputFormat) -> Tensor:
+def _scales_of(largest: Tensor, input_format: InputFormat) -> Tensor:
     """Return the scale with which a magnitude, which is lost, becomes the largest quantized value."""
-    return largest.div_(_LARGEST[kind]).clamp_(min=torch.finfo(torch.float32).tiny)
+    return largest.div_(_LARGEST[input_format]).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def byte_product(inputs: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
@@ -430,9 +434,9 @@ def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
         return low_bits.product
     if low_bits.may_dequantize:
         return "dequantize"
-    kind = "int8" if low_bits.product == "int_mm" else "e4m3"
+    input_format = "int8" if low_bits.product == "int_mm" else "e4m3"
     raise PlanError(
-        f"{device} has no product of {kind} matrices (torch._{low_bits.product}), which the plan counts on",
+        f"{device} has no product of {input_format} matrices (torch._{low_bits.product}), which the plan counts on",
         hint="add --kernel-fallback, or plan with --kernel dequantize",
     )
 

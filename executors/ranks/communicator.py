@@ -234,15 +234,15 @@ class Communicator:
             all_gather_flat(rows.view(-1), own.contiguous().view(-1), group=self._control)
         return rows
 
-    def all_gather_json(self, own: T, what: str, kind: Any = Any) -> list[T]:
-        """Return all ranks' `own` in rank order, sent as JSON and validated as `kind`.
+    def all_gather_json(self, own: T, what: str, row_type: Any = Any) -> list[T]:
+        """Return all ranks' `own` in rank order, sent as JSON and validated as `row_type`.
 
         Raises
         ------
         RunError
             If what a rank sent is not.
         """
-        adapter: TypeAdapter[T] = TypeAdapter(kind)
+        adapter: TypeAdapter[T] = TypeAdapter(row_type)
         payload = adapter.dump_json(own)
         # Lengths first, since a gather takes tensors of one shape.
         sizes = self.all_gather_host(torch.tensor(len(payload)), what).tolist()

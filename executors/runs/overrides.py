@@ -217,9 +217,9 @@ def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) ->
         device, why = planned_device(base), f"the plan is for {placement.devices[0]} of {placement.topology}"
     else:
         recorded = str(header.get("device", "cpu"))
-        kind, _, number = recorded.partition(":")
+        device_type, _, number = recorded.partition(":")
         # Each of several ranks takes the device of its own number.
-        device = recorded if number not in ("", "0") and placement.world_size == 1 else kind
+        device = recorded if number not in ("", "0") and placement.world_size == 1 else device_type
         why = f"{out} was run on {recorded}"
     if len(placement.ranks_by_host) == 1 or is_launched():
         refuse_absent(device, why)

@@ -86,8 +86,8 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
         What the run came to; see :class:`Run`.
     """
     use_threads(settings.run.num_threads)
-    kind = settings.run.device.partition(":")[0]
-    with process_group(kind, timeout_s=settings.run.timeout_s) if is_launched() else nullcontext():
+    device_type = settings.run.device.partition(":")[0]
+    with process_group(device_type, timeout_s=settings.run.timeout_s) if is_launched() else nullcontext():
         return Run(
             settings,
             default_communicator(

@@ -579,10 +579,10 @@ class RunSettings:
         same = plan.identity()
         parts: tuple[Section, ...] = (self.run, self.data, rate, self.evaluation or EvaluationSettings())
         for settings in parts:
-            kind: type = type(settings)
+            section_type: type = type(settings)
             same |= {
                 field.identity: getattr(settings, field.name)
-                for field in fields_of(kind).values()
+                for field in fields_of(section_type).values()
                 if field.name not in _BY_DIGEST and is_decisive(field, transfers_round=is_rounded)
             }
         same |= {
@@ -636,7 +636,11 @@ def refuse_other_identity(recorded: dict[str, Any], declared: dict[str, Any], wh
 _BY_DIGEST = ("model", "random_weights")
 """Fields that the digest of the base weights answers for."""
 
-_USUAL = {field.identity: field.default for kind in AXES.values() for field in fields_of(kind).values()}
+_USUAL = {
+    field.identity: field.default
+    for section_type in AXES.values()
+    for field in fields_of(section_type).values()
+}
 _USUAL["tuned"] = "all"
 """What a field is that an earlier version did not record."""
 

@@ -239,14 +239,14 @@ def _batch(requests: Sequence[Request]) -> dict[str, Tensor]:
 _MAX_TOKENS = 16_384
 """Tokens of one forward: requests behind them wait for the next."""
 
-Kind = Literal["scores", "next tokens"]
+OutputType = Literal["scores", "next tokens"]
 
 
 @dataclass(order=True)
 class _Waiting:
     priority: int
     number: int
-    kind: Kind = field(compare=False)
+    output_type: OutputType = field(compare=False)
     requests: Sequence[Request] = field(compare=False)
     answers: Future[list[Any]] = field(compare=False)
 
@@ -270,11 +270,13 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
         self._thread.start()
 
-    def submit(self, kind: Kind, requests: Sequence[Request], priority: int) -> Future[list[Any]]:
+    def submit(
+        self, output_type: OutputType, requests: Sequence[Request], priority: int
+    ) -> Future[list[Any]]:
         """Queue requests, and return the future of their answers; one that is cancelled before its turn costs nothing."""
         with self._changed:
             self._number += 1
-            entry = _Waiting(priority, self._number, kind, requests, Future())
+            entry = _Waiting(priority, self._number, output_type, requests, Future())
             if self._is_over:
                 entry.answers.cancel()
             else:
@@ -312,7 +314,7 @@ class Batcher:
             num_tokens = 0
             for entry in self._waiting:
                 first = self._waiting[0]
-                if (entry.priority, entry.kind) != (first.priority, first.kind):
+                if (entry.priority, entry.output_type) != (first.priority, first.output_type):
                     continue
                 num_tokens += sum(len(request.tokens) for request in entry.requests)
                 if not chosen or num_tokens <= _MAX_TOKENS:
@@ -324,7 +326,7 @@ class Batcher:
     def _answer(self, chosen: Sequence[_Waiting]) -> None:
         if not chosen:
             return
-        make = self.runtime.score if chosen[0].kind == "scores" else self.runtime.next_tokens
+        make = self.runtime.score if chosen[0].output_type == "scores" else self.runtime.next_tokens
         requests = [request for entry in chosen for request in entry.requests]
         try:
             answers = [answer for part in _in_parts(requests) for answer in make(part)]

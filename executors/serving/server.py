@@ -43,7 +43,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from executors.datasets.generation import continuing
 from executors.serving.runner import Request
-from executors.serving.runtime import Batcher, Kind, Runtime
+from executors.serving.runtime import Batcher, OutputType, Runtime
 from topology.errors import DataError, RunError, ZosimError
 from topology.reading import parse_json
 from topology.validation import readable
@@ -490,8 +490,8 @@ class _Application:
             answers: list[list[int]] = end.value
             return answers
 
-    async def _turn(self, kind: Kind, requests: Sequence[Request], priority: int) -> list[Any]:
-        return await asyncio.wrap_future(self._batcher.submit(kind, requests, priority))
+    async def _turn(self, output_type: OutputType, requests: Sequence[Request], priority: int) -> list[Any]:
+        return await asyncio.wrap_future(self._batcher.submit(output_type, requests, priority))
 
     async def _load(self, body: bytes) -> Mapping[str, Any]:
         requested = await run_in_threadpool(_read, body, _Adapter)

@@ -130,8 +130,8 @@ class PlacedSection:
 
     def along(self, perturbations: Sequence[QValues]) -> Iterator[tuple[type[Stored], list[Along]]]:
         """Yield its parameters and their perturbations, those together that are stored alike."""
-        for kind, indices in self._indices_by_type.items():
-            yield kind, [Along(self.section.tensors[i], self.held[i], perturbations[i]) for i in indices]
+        for storage, indices in self._indices_by_type.items():
+            yield storage, [Along(self.section.tensors[i], self.held[i], perturbations[i]) for i in indices]
 
     @cached_property
     def _indices_by_type(self) -> dict[type[Stored], list[int]]:
@@ -362,13 +362,13 @@ def _placed(memory: Tensor, section: ParamSection, dtype: str) -> PlacedSection:
         offset = begin + prod(shape) * kind.itemsize
         return memory[begin:offset].view(kind).view(*shape)
 
-    kind_of_numbers = TORCH_DTYPES[dtype]
+    number_dtype = TORCH_DTYPES[dtype]
     held = tuple(
-        tensor.stored_in([taken(*of) for of in tensor.pieces(kind_of_numbers).values()])
+        tensor.stored_in([taken(*of) for of in tensor.pieces(number_dtype).values()])
         for tensor in section.tensors
     )
     views = tuple(next(iter(one.dump().values())) for one in held)
-    flat = memory[:offset].view(kind_of_numbers) if section.is_flat else memory
+    flat = memory[:offset].view(number_dtype) if section.is_flat else memory
     return PlacedSection(flat, views, section, held)
 
 

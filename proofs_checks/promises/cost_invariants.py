@@ -107,10 +107,10 @@ def check_rates(context: Context) -> Outcome:
             faster = scaled_profile(profile, lambda c, name=constant.name: 2.0 if c.name == name else 1.0)  # type: ignore[misc]
             for work in works:
                 before, after = estimate(work, profile).seconds, estimate(work, faster).seconds
-                helps = constant.is_rate or constant.kind in ("cache_bytes", "memory_overlap")
+                helps = constant.is_rate or constant.quantity in ("cache_bytes", "memory_overlap")
                 largest = max(largest, _rise(before, after) if helps else _rise(after, before))
                 count += 1
-                moved |= {constant.kind} if before != after else set()
+                moved |= {constant.quantity} if before != after else set()
     unmoved = _COUNTED - moved
     # Constants that no duration depends on would make this true of anything.
     return Outcome(

@@ -56,7 +56,7 @@ def limits() -> None:
         f"forward is busy for {dict(prediction.seconds_by_label)['forward'] / prediction.step_time_s:.0%} of it"
     )
     for lever in levers(planned.topology, planned.plan.placement.devices):
-        if lever.kind in ("link", "compute"):
+        if lever.type in ("link", "compute"):
             topology = lever.apply(planned.topology, 2.0)
             profile = datasheet_profile(topology, planned.plan.placement.devices[0])
             then = PlannedRun(planned.plan, topology, profile, planned.programs).timeline.step_time_s

@@ -87,7 +87,7 @@ def changed(profile: Profile, kinds: Sequence[str], times: float) -> Profile:
     """Return a profile of a machine on which what depends on these constants takes `times` as long."""
     constants = []
     for constant in profile.constants:
-        if constant.kind in kinds:
+        if constant.quantity in kinds:
             factor = 1 / times if constant.is_rate else times
             ends = {end: getattr(constant, end) * factor for end in ("value", "low", "high")}
             constants.append(constant.model_copy(update=ends))

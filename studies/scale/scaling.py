@@ -45,10 +45,12 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     }
     changed = [
         constant.model_copy(
-            update={end: getattr(constant, end) * factors[constant.kind] for end in ("value", "low", "high")}
+            update={
+                end: getattr(constant, end) * factors[constant.quantity] for end in ("value", "low", "high")
+            }
         )
         for constant in machine.profile.constants
-        if constant.kind in factors
+        if constant.quantity in factors
     ]
     profile = machine.profile
     if changed:

@@ -60,7 +60,7 @@ def _truth(kind: str, seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     values = dict(BASE[kind].values())
     for constant in BASE[kind].constants:
-        if constant.kind not in {"cache_bytes", "copy_cores"} and constant.low > 0:
+        if constant.quantity not in {"cache_bytes", "copy_cores"} and constant.low > 0:
             share = rng.uniform(0.25, 0.75)
             values[constant.name] = constant.low ** (1 - share) * constant.high**share
     return values
@@ -129,7 +129,7 @@ def test_outliers_do_not_carry_the_fit_away():
 
 def test_what_was_not_measured_keeps_the_base_and_is_named():
     truth = _truth("cpu", 5)
-    rows = [row for row in _measure("cpu", truth, noise=0.02) if row.kind not in {"draw", "copy"}]
+    rows = [row for row in _measure("cpu", truth, noise=0.02) if row.operation not in {"draw", "copy"}]
     profile, report = fit_profile(rows, BASE["cpu"])
     for name in ("sampling_rate.normal.float32", "copy_h2d_bandwidth", "matmul_rate.bfloat16"):
         assert report.unidentified[name] == "no measurement depends on it"

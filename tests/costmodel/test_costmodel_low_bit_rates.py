@@ -91,7 +91,7 @@ def test_where_no_rate_is_known_bytes_say_what_passes_over_qvalues_take(cpu, a10
     passes = Work(dtype="float16", quant_passes=(("updates", num),))
     size_bytes = PASSES["updates"].size_bytes(num, "float16")
     assert estimate(passes, a100) == estimate(Work(dtype="float16", scratch_bytes=size_bytes), a100)
-    others = [constant for constant in cpu.constants if constant.kind != "quant_rate"]
+    others = [constant for constant in cpu.constants if constant.quantity != "quant_rate"]
     without = type(cpu)(**{**dict(cpu), "constants": tuple(others)})
     terms = estimate(passes, without).terms
     assert "quantized" not in terms
@@ -109,9 +109,9 @@ def test_rates_of_passes_are_fitted_with_all_else_as_it_is(cpu):
         rest_s = estimate(work, cpu).seconds - estimate(work, cpu).terms["quantized"]
         seconds = rest_s + moves / true["updates"] + matrices / true["matrices"]
         measured.append(Measurement(f"{number}", work, seconds, seconds, 3, 1))
-    fitted, report = fit_profile(measured, cpu, kinds=("quant_rate",))
+    fitted, report = fit_profile(measured, cpu, quantities=("quant_rate",))
     for name, rate in true.items():
         assert fitted.values()[f"quant_rate.{name}"] == pytest.approx(rate, rel=0.1)
         assert f"quant_rate.{name}" in report.identified
-    changed = {c.kind for c, d in zip(fitted.constants, cpu.constants, strict=True) if c.value != d.value}
+    changed = {c.quantity for c, d in zip(fitted.constants, cpu.constants, strict=True) if c.value != d.value}
     assert changed == {"quant_rate"}

@@ -38,7 +38,7 @@ def test_every_processor_of_every_preset_has_a_profile(name):
             )
             # Not every device's power limits its products.
             absent |= {"burst"}
-            kinds = {constant.kind for constant in profile.constants}
+            kinds = {constant.quantity for constant in profile.constants}
             assert kinds - {"burst"} == set(CONSTANT_UNITS) - absent
             assert node.type == "gpu" or "burst" not in kinds
             assert all(constant.source for constant in profile.constants)

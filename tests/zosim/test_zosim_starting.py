@@ -59,5 +59,5 @@ def test_what_ranks_share_is_pinned_as_it_is():
 def test_nothing_is_pinned_on_a_cpu_nor_said_where_the_rate_is_not_known():
     assert pinning(*planned("cpu-laptop")) is None
     programs, profile = planned("a100-80gb-milan", residency={"blocks": "offloaded"})
-    kept = tuple(constant for constant in profile.constants if constant.kind != "pin_bandwidth")
+    kept = tuple(constant for constant in profile.constants if constant.quantity != "pin_bandwidth")
     assert pinning(programs, profile.model_copy(update={"constants": kept})) is None

@@ -30,7 +30,7 @@ def shared():
 def test_elasticities_are_the_shares_of_the_critical_path(offloaded):
     """Where a step is a sum along one path, a percent more of a rate saves a percent of what that rate takes of it."""
     planned = zosim.simulate(offloaded)
-    found = {item.lever.kind: item.elasticity for item in derivatives(planned)}
+    found = {item.lever.type: item.elasticity for item in derivatives(planned)}
     shares = defaultdict(float)
     for limit in limits(planned):
         shares[limit.limiter] += limit.share

@@ -287,10 +287,10 @@ def gpu_specs(
     TopologyError
         If a GPU is neither named nor listed, or not in the catalogue.
     """
-    kinds = set(listed.values())
-    only = kinds.pop() if len(kinds) == 1 else None
+    models = set(listed.values())
+    only = models.pop() if len(models) == 1 else None
     unlisted = [name for name in gpus if name not in listed]
-    if gpu is None and unlisted and kinds:
+    if gpu is None and unlisted and models:
         message = f"{where} lists several kinds of GPU, and not what {', '.join(unlisted[:8])} is"
         raise TopologyError(message, hint="paste the whole output of `nvidia-smi -L` with it")
     return {name: require_device(gpu or listed.get(name, only), "gpu", where) for name in gpus}

@@ -26,7 +26,7 @@ class Lever:
 
     Attributes
     ----------
-    kind : str
+    type : str
     name : str
         The figure in words.
     now : str
@@ -39,7 +39,7 @@ class Lever:
     quantity : str
     """
 
-    kind: LeverType
+    type: LeverType
     name: str
     now: str
     value: float
@@ -113,7 +113,7 @@ def _device_levers(
         assert spec is not None
         name = device if each else spec.name
         peak = next(
-            (kind for kind in ("fp16", "fp32") if kind in spec.peak_dense), next(iter(spec.peak_dense))
+            (dtype for dtype in ("fp16", "fp32") if dtype in spec.peak_dense), next(iter(spec.peak_dense))
         )
         rate, now = spec.peak_flop_per_s(peak), f"{spec.peak_dense[peak]} in {peak}"
         yield Lever(

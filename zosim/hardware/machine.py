@@ -90,7 +90,7 @@ class Hop:
     uses : tuple of (str, float)
         What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
     wire : str
-        Kind of the narrowest link; ``memory`` within one host's memory.
+        Technology of the narrowest link; ``memory`` within one host's memory.
     core_s_per_byte : float
         Seconds of a host's core for a byte that is sent and one that comes, where cores carry them; 0 within one host's memory
         says that it is a core all the time.
@@ -207,7 +207,7 @@ class Machine:
     routes : mapping of {"h2d", "d2h"} to tuple of str
         Resources on the way of a copy; empty on a CPU.
     wires : mapping of {"h2d", "d2h"} to str
-        Kind of the narrowest link of each route, such as ``pcie``, to say what limits a copy.
+        Technology of the narrowest link of each route, such as ``pcie``, to say what limits a copy.
     kernels : str
         Resource that kernels take, the device as a whole; empty on a CPU, where they take cores.
     cores : str
@@ -361,7 +361,7 @@ class Machine:
         TopologyError
             If there is no such device, or no route between it and its host's memory.
         ProfileError
-            If the profile is of another kind of device.
+            If the profile is of another type of device.
         """
         machine, drives = cls._without_drives(topology, device, profile), Drives.of(topology, device)
         if drives is None:

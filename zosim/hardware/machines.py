@@ -60,7 +60,7 @@ def machines_for(
     TopologyError
         If there is no such device, or no path between two that work together.
     ProfileError
-        If a profile is of another kind of device.
+        If a profile is of another type of device.
 
     Notes
     -----

@@ -50,7 +50,7 @@ class Bound:
     num_instructions : int
         Of the longest rank's step.
     footprints : Footprints
-        Of one rank and one host of each kind.
+        Of one rank and one host of each class.
     missing : str
         What does not fit and by how much; empty if everything does.
     missing_bytes : int
@@ -74,9 +74,9 @@ class _RankClasses:
     Attributes
     ----------
     ranks : tuple of int
-        A rank of each kind: kinds differ in what they do, or in their machines otherwise than by names.
+        A rank of each class: classes differ in what they do, or in their machines otherwise than by names.
     hosts : mapping of str to tuple of (int, int)
-        Ranks with their kinds, for one host of each kind.
+        Ranks with their classes, for one host of each class.
     """
 
     ranks: tuple[int, ...]
@@ -105,7 +105,9 @@ class Bounds:
         block_bounds = [self._bounder.bound(plan, rank, machines[rank]) for rank in classes.ranks]
         of_type = [bound.footprint for bound in block_bounds]
         hosts = [
-            HostFootprint.of(host, [rank for rank, _ in members], [of_type[kind] for _, kind in members])
+            HostFootprint.of(
+                host, [rank for rank, _ in members], [of_type[rank_class] for _, rank_class in members]
+            )
             for host, members in classes.hosts.items()
         ]
         taken = Footprints(tuple(of_type), tuple(hosts))
@@ -152,23 +154,23 @@ class Bounds:
         for rank, device in enumerate(plan.placement.devices):
             stage = plan.mesh.coordinates(rank).stage
             eval_points = plan.eval_points_of(rank)
-            kind = (
+            rank_class = (
                 len(eval_points),
                 BASE in eval_points,
                 len(plan.rows_of(rank)),
                 stage,
                 machines[rank].shape,
             )
-            if kind not in number_of:
-                number_of[kind] = len(ranks)
+            if rank_class not in number_of:
+                number_of[rank_class] = len(ranks)
                 ranks.append(rank)
-            on_host[topology.host_of(device).id].append((rank, number_of[kind]))
+            on_host[topology.host_of(device).id].append((rank, number_of[rank_class]))
         alike: dict[Hashable, str] = {}
         for host, members in on_host.items():
             # Hosts whose ranks sit at matching places need one look.
             built = tuple(
-                (self._isomorphic.representative(plan.placement.devices[rank]), kind)
-                for rank, kind in members
+                (self._isomorphic.representative(plan.placement.devices[rank]), rank_class)
+                for rank, rank_class in members
             )
             alike.setdefault(built, host)
         return _RankClasses(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
@@ -180,8 +182,8 @@ class Bounds:
         fullest_s = 0.0
         for members in classes.hosts.values():
             busy_s: dict[str, float] = defaultdict(float)
-            for rank, kind in members:
-                amounts, capacities = block_bounds[kind].loads, machines[rank].capacities
+            for rank, rank_class in members:
+                amounts, capacities = block_bounds[rank_class].loads, machines[rank].capacities
                 for amount, (name, capacity) in zip(amounts, capacities.items(), strict=True):
                     busy_s[name] += amount / capacity
             fullest_s = max(fullest_s, *busy_s.values())

@@ -131,7 +131,7 @@ def next_limit(planned: PlannedRun, known: Sequence[Derivative]) -> NextLimit | 
 
     def at(factor: float) -> tuple[PlannedRun, Lever]:
         """Return the run with the first figure better by a factor, and the figure on which it depends most."""
-        better = 1 / factor if first.kind == "latency" else factor
+        better = 1 / factor if first.type == "latency" else factor
         run = planned.on(first.apply(planned.topology, better))
         return run, max(rivals, key=lambda lever: _weight(run, lever))
 

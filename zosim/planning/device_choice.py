@@ -22,7 +22,7 @@ from typing import Literal
 from topology.graph import Topology
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 
-_FEW_KINDS = 4
+_FEW_SPEEDS = 4
 """Of devices, any of which may be left out; of more only the slowest are."""
 _PRECISIONS: tuple[Literal["bf16", "fp16", "fp32"], ...] = ("bf16", "fp16", "fp32")
 
@@ -84,10 +84,10 @@ class DeviceChoice:
         if self._has_first:
             yield self.by_host
             return
-        kinds = sorted(set(self._speeds.values()), reverse=True)
-        for num_kinds in range(len(kinds), 0, -1):
-            is_few = len(kinds) <= _FEW_KINDS
-            for chosen in combinations(kinds, num_kinds) if is_few else [tuple(kinds[:num_kinds])]:
+        speeds = sorted(set(self._speeds.values()), reverse=True)
+        for num_speeds in range(len(speeds), 0, -1):
+            is_few = len(speeds) <= _FEW_SPEEDS
+            for chosen in combinations(speeds, num_speeds) if is_few else [tuple(speeds[:num_speeds])]:
                 kept = {
                     host: [device for device in devices if self._speeds[device] in chosen]
                     for host, devices in self.by_host.items()

@@ -94,7 +94,7 @@ class HostFootprint:
         arenas = 0
         once: dict[str, int] = {}
         for one, count in Counter(taken).items():
-            # Ranks of a kind take the same; what they share they take once.
+            # Ranks of a class take the same; what they share they take once.
             shared = {component.name: component.size_bytes for component in one.shared}
             for component in one.components:
                 if component.where == "host":

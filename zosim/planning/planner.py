@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def footprints(self) -> Footprints:
-        """Memory of one rank and one host of each kind."""
+        """Memory of one rank and one host of each class."""
         return self.bound.footprints
 
     @property

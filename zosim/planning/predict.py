@@ -308,7 +308,7 @@ class PlannedRun:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated run, until its steps repeat; of many ranks one of each kind."""
+        """The simulated run, until its steps repeat; of many ranks one of each class."""
         return self.simulated()
 
     def simulated(self, *, num_steps: int | None = None, rank: int | None = None) -> Timeline:
@@ -319,7 +319,7 @@ class PlannedRun:
         num_steps : int, optional
             By default until steps repeat.
         rank : int, optional
-            The only one to list; by default all, or of many one of each kind.
+            The only one to list; by default all, or of many one of each class.
         """
         if self.simulator == "simpy":
             return self._by_simpy(self.world, num_steps)

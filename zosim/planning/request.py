@@ -213,12 +213,12 @@ class Request:
             self, "config", merge(self.config, PlanConfig(low_bits=LowBits(kernel="dequantize")))
         )
 
-    def axis(self, kind: type[AnyAxis]) -> AnyAxis:
+    def axis(self, axis_type: type[AnyAxis]) -> AnyAxis:
         """Return an axis with the fields that are set, and defaults for the others.
 
         Parameters
         ----------
-        kind : type
+        axis_type : type
             Class of the axis, such as :class:`~zosim.plans.Residency`.
 
         Raises
@@ -226,8 +226,8 @@ class Request:
         PlanError
             If they contradict each other.
         """
-        name = next(name for name, axis in AXES.items() if axis is kind)
-        with naming_options(), readable("the plan", PlanError, model=kind):
+        name = next(name for name, axis in AXES.items() if axis is axis_type)
+        with naming_options(), readable("the plan", PlanError, model=axis_type):
             axis: AnyAxis = getattr(self.config, name).complete()
         return axis
 

@@ -115,7 +115,7 @@ def in_chunks(plan: Plan, num_tokens: int) -> Plan:
 
 
 class Costs:
-    """Seconds of a model's segments, worked out once for as many sequences on devices of one kind."""
+    """Seconds of a model's segments, worked out once for as many sequences on devices of one type."""
 
     def __init__(self, model: ModelSpec, split_options: SplitOptions) -> None:
         self.model = model
@@ -446,7 +446,7 @@ class Ranking:
         if key in self._known_boundaries:
             return self._known_boundaries[key]
         profile = self._pipeline.machines[0].profile
-        values, kind, width = profile.values(), profile.device_type, self._element_bytes
+        values, device_type, width = profile.values(), profile.device_type, self._element_bytes
         encode_s = decode_s = size = 0.0
         inner = [(codecs[0], False)] if split_point.endswith(INSIDE) else []
         for name, residual in (*inner, (codecs[1], True)):
@@ -454,8 +454,8 @@ class Ranking:
             shape, stats = self._tensor(split_point, spec, residual=residual)
             size += message_bytes(spec, shape, width, stats)
             encode, decode = (of(spec, shape, width, stats) for of in (encode_work, decode_work))
-            encode_s += sum(codec_terms(encode, values, kind).values())
-            decode_s += sum(codec_terms(decode, values, kind).values())
+            encode_s += sum(codec_terms(encode, values, device_type).values())
+            decode_s += sum(codec_terms(decode, values, device_type).values())
         # Encoded messages pass through host memory, plain ones go from device to device.
         hop = self._encoded_hop if self._split_options.is_lossy else self._plain_hop
         self._known_boundaries[key] = encode_s, hop.latency_s + size / hop.bandwidth_bytes_per_s, decode_s

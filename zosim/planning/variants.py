@@ -117,11 +117,11 @@ class Variants:
                 if any(point[field] != tried[field][0] for field in _OF_MOVES if field in tried):
                     continue  # how blocks move says nothing of those that stay
                 point = {field: value for field, value in point.items() if field not in _OF_MOVES}
-            kind = frozenset(item for item in point.items() if item[0] not in (_TRANSFERS, _BUFFERS))
-            if kind not in axes_of:
+            candidate = frozenset(item for item in point.items() if item[0] not in (_TRANSFERS, _BUFFERS))
+            if candidate not in axes_of:
                 base = base or self._checked(shape, _by_axis(point))
-                axes_of[kind] = None if base is None else self._agreeing(base, point)
-            if (axes := axes_of[kind]) is not None:
+                axes_of[candidate] = None if base is None else self._agreeing(base, point)
+            if (axes := axes_of[candidate]) is not None:
                 how = {name: value for (axis, name), value in point.items() if axis == "residency"}
                 residency = axes["residency"].model_copy(update=how)
                 relaxed = numbers.get(frozenset(_relaxed(point, tried).items()))
@@ -141,8 +141,8 @@ def _tried(request: Request, transfers: tuple[Transfers, ...]) -> dict[_Field, t
     tried = {
         # The plainest plan comes first.
         (axis, field.name): (field.default, *(value for value in field.tried if value != field.default))
-        for axis, kind in AXES.items()
-        for field in fields_of(kind).values()
+        for axis, axis_type in AXES.items()
+        for field in fields_of(axis_type).values()
         if axis not in _OF_SHAPES
         and field.setting.planned
         and getattr(config, axis).given(field.name) is None

@@ -335,9 +335,9 @@ class Plan(Axis, Document):
 
 
 AXES: Mapping[str, type[Axis]] = {
-    name: kind
+    name: axis_type
     for name, field in Plan.model_fields.items()
-    if isinstance(kind := field.annotation, type) and issubclass(kind, Axis)
+    if isinstance(axis_type := field.annotation, type) and issubclass(axis_type, Axis)
 }
 """Axes by the names of the fields that hold them."""
 
@@ -368,10 +368,10 @@ def naming_options() -> Iterator[None]:
 
 
 def _option(field: re.Match[str]) -> str:
-    kind, name, value = AXES[field[1]], field[2], field[3]
-    if kind.setting is not None:
-        return f"{kind.setting.flag} {name}={value}"
-    known = fields_of(kind).get(name)
+    axis_type, name, value = AXES[field[1]], field[2], field[3]
+    if axis_type.setting is not None:
+        return f"{axis_type.setting.flag} {name}={value}"
+    known = fields_of(axis_type).get(name)
     if known is None or not known.setting.flag:
         return field[0]  # no option sets it
     flag = known.setting.flag

@@ -166,16 +166,18 @@ class SettingField:
 
 
 @cache
-def fields_of(kind: type) -> Mapping[str, SettingField]:
+def fields_of(section_type: type) -> Mapping[str, SettingField]:
     """Return the fields of an axis, or of another class of fields, that have a setting, by name."""
-    if issubclass(kind, BaseModel):
-        declared = {name: field for name, field in kind.model_fields.items() if not field.is_required()}
+    if issubclass(section_type, BaseModel):
+        declared = {
+            name: field for name, field in section_type.model_fields.items() if not field.is_required()
+        }
         defaults = {name: field.get_default(call_default_factory=True) for name, field in declared.items()}
     else:
-        defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        defaults = {field.name: field.default for field in dataclasses.fields(section_type)}  # type: ignore[arg-type]
         defaults = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
     fields = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+    for name, hint in get_type_hints(section_type, include_extras=True).items():
         if get_origin(hint) is not Annotated:
             continue
         annotation, *metadata = get_args(hint)

@@ -93,7 +93,7 @@ class _RankClasses:
     rank_class : list of int
         Equal for ranks that differ in the names of their resources alone.
     resources : list of tuple of str
-        Of each rank, in an order that is the same for ranks of equal kinds.
+        Of each rank, in an order that is the same for ranks of equal classes.
     """
 
     def __init__(self, world: World) -> None:
@@ -113,7 +113,7 @@ class _RankClasses:
             self.resources.append(tuple(listed[index] for index in indices))
 
     def _rank_class(self, template: Template, limiting: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """Return the number of a kind, and the places of the resources that it uses."""
+        """Return the number of a class, and the positions of the resources that it uses."""
         by_name = {template.resources[number]: number for number in limiting}
         order: dict[str, int] = {}
         known: dict[int, Hashable] = {}
@@ -128,7 +128,7 @@ class _RankClasses:
                     numbered,
                 )
         described = [known[id(activity)] for activity in template.activities.values()]
-        # Names are left out: kinds differ in work, not in what their links are called.
+        # Names are left out: classes differ in work, not in what their links are called.
         key = id(template.program), template.step_s, tuple(described)
         number = self._numbers.setdefault(key, len(self._numbers))
         return number, tuple(by_name[name] for name in order)

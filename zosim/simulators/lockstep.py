@@ -80,7 +80,7 @@ class Times:
     num_pending: Counts
 
 
-class Kind:
+class RankClass:
     """The ranks of one template, and what the simulator keeps of them.
 
     Attributes
@@ -170,8 +170,8 @@ class Peers:
         self.waits = self.awaited > 0
 
 
-# One instruction at one position, on some of a kind's ranks.
-_Batch = tuple[Kind, int, int]
+# One instruction at one position, on some ranks of a class.
+_Batch = tuple[RankClass, int, int]
 
 
 class Lockstep:
@@ -198,26 +198,26 @@ class Lockstep:
         self.num_events = 0
         self.cycle: Repeat | None = None
         self.shortened: int | None = None
-        # Ranks of one template lie side by side, so that a kind is a slice of every array.
+        # Ranks of one template lie side by side, so that a class is a slice of every array.
         by_template = np.argsort(world.template_of, kind="stable")
         self.table = FlowTable(world, by_template)
         self._order = by_template
-        self._kinds: list[Kind] = []
+        self._rank_classes: list[RankClass] = []
         for number in range(len(world.templates)):
             ranks = np.flatnonzero(np.array(world.template_of) == number)
-            first = sum(len(kind) for kind in self._kinds)
-            self._kinds.append(Kind(world, number, ranks, first, self.table, num_steps))
+            first = sum(len(rank_class) for rank_class in self._rank_classes)
+            self._rank_classes.append(RankClass(world, number, ranks, first, self.table, num_steps))
         self._peers = {name: Peers(group, by_template) for name, group in world.process_groups.items()}
         self._listed = set(listed)
         self._batches: list[_Batch] = []
-        self._ready: list[tuple[Kind, int, int, Ints]] = []
+        self._ready: list[tuple[RankClass, int, int, Ints]] = []
         self._participants: dict[tuple[str, int], Participants] = {}
         self._met: dict[tuple[tuple[str, int, int], int, str], Ints] = {}
         self._watched: dict[tuple[str, int, str], tuple[Ints, Ints, Ints]] = {}
         # Hardly any instruction is waited for by peers, so the others need not look for watchers.
-        self._is_observed = {name for kind in self._kinds for name in kind.graph.observers}
+        self._is_observed = {name for rank_class in self._rank_classes for name in rank_class.graph.observers}
         self._unfinished: dict[int, int] = {}
-        self._depth = max(kind.graph.max_distance for kind in self._kinds)
+        self._depth = max(rank_class.graph.max_distance for rank_class in self._rank_classes)
         self._detector = PeriodDetector(self._depth)
         self._entered = 0
         self._num_others = 0
@@ -245,12 +245,12 @@ class Lockstep:
                 break
             # Ends that differ by rounding alone are one instant.
             rows = self.table.take_ended(now_s + SAME_INSTANT * now_s)
-            for (kind, position, number), cols in self._grouped(rows):
-                rendezvous = kind.graph.rendezvous_of[kind.graph.phase(position)][number]
+            for (rank_class, position, number), cols in self._grouped(rows):
+                rendezvous = rank_class.graph.rendezvous_of[rank_class.graph.phase(position)][number]
                 if rendezvous is None:
-                    self._end(kind, position, number, cols, now_s)
+                    self._end(rank_class, position, number, cols, now_s)
                 else:  # wait for the others' flows
-                    for other, there, who in self._arrive(kind, position, rendezvous, cols, "end"):
+                    for other, there, who in self._arrive(rank_class, position, rendezvous, cols, "end"):
                         self._end(other, position, there, who, now_s)
         if self.shortened is None and any(self._unfinished.values()):
             # The other simulator words what goes in a circle.
@@ -273,47 +273,49 @@ class Lockstep:
         if position in self._unfinished or not 0 <= position <= self.num_steps + 1:
             return
         self._unfinished[position] = 0
-        for kind in self._kinds:
-            count = kind.graph.num_nodes(position)
-            shape = count, len(kind)
+        for rank_class in self._rank_classes:
+            count = rank_class.graph.num_nodes(position)
+            shape = count, len(rank_class)
             # All instructions count down what they wait for, and start at 0.
             left = np.empty(shape, dtype=np.int16)
-            left[:] = np.array([len(before) for before in kind.graph.before(position)], dtype=np.int16)[
+            left[:] = np.array([len(before) for before in rank_class.graph.before(position)], dtype=np.int16)[
                 :, None
             ]
-            for number, awaited in enumerate(kind.graph.peers(position)):
+            for number, awaited in enumerate(rank_class.graph.peers(position)):
                 for group, _, _ in awaited:
-                    left[number] += self._peers[group].waits[kind.first : kind.first + len(kind)]
-            kind.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
-            self._unfinished[position] += count * len(kind)
+                    left[number] += self._peers[group].waits[
+                        rank_class.first : rank_class.first + len(rank_class)
+                    ]
+            rank_class.times[position] = Times(np.zeros(shape), np.zeros(shape), left)
+            self._unfinished[position] += count * len(rank_class)
             for free in np.flatnonzero((left == 0).any(axis=1)).tolist():
-                self._ready.append((kind, position, free, np.flatnonzero(left[free] == 0)))
+                self._ready.append((rank_class, position, free, np.flatnonzero(left[free] == 0)))
 
     def _start_ready(self, now_s: float) -> None:
         while self._ready:
             ready, self._ready = self._ready, []
-            for kind, position, number, cols in ready:
-                rendezvous = kind.graph.rendezvous_of[kind.graph.phase(position)][number]
+            for rank_class, position, number, cols in ready:
+                rendezvous = rank_class.graph.rendezvous_of[rank_class.graph.phase(position)][number]
                 if rendezvous is None:
-                    self._start(kind, position, number, cols, now_s)
+                    self._start(rank_class, position, number, cols, now_s)
                 else:
-                    for other, there, who in self._arrive(kind, position, rendezvous, cols, "start"):
+                    for other, there, who in self._arrive(rank_class, position, rendezvous, cols, "start"):
                         self._start(other, position, there, who, now_s)
 
-    def _start(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        phase, times = kind.graph.phase(position), kind.times[position]
-        seconds = kind.seconds[phase][number]
-        if phase == "step" and number in kind.chains:
-            chain, offsets = kind.chains[number]
+    def _start(self, rank_class: RankClass, position: int, number: int, cols: Ints, now_s: float) -> None:
+        phase, times = rank_class.graph.phase(position), rank_class.times[position]
+        seconds = rank_class.seconds[phase][number]
+        if phase == "step" and number in rank_class.chains:
+            chain, offsets = rank_class.chains[number]
             # A chain that nothing can hold up is one event: its inner starts and ends are sums.
             times.start_s[chain, cols] = now_s + offsets[:-1]
             times.end_s[chain, cols] = now_s + offsets[1:]
             seconds = float(offsets[-1, 0])
         else:
             times.start_s[number, cols] = now_s
-        rows = kind.streams[phase][number] * self.table.num_ranks + kind.first + cols
-        self._batches.append((kind, position, number))
-        self.table.start(rows, kind.classes[phase][number], seconds, len(self._batches) - 1, now_s)
+        rows = rank_class.streams[phase][number] * self.table.num_ranks + rank_class.first + cols
+        self._batches.append((rank_class, position, number))
+        self.table.start(rows, rank_class.classes[phase][number], seconds, len(self._batches) - 1, now_s)
         if phase == "step":
             self._entered = max(self._entered, position - 1)
         else:
@@ -321,8 +323,8 @@ class Lockstep:
             self._others_until_s = math.inf
 
     def _arrive(
-        self, kind: Kind, position: int, rendezvous: Rendezvous, cols: Ints, phase: str
-    ) -> Iterator[tuple[Kind, int, Ints]]:
+        self, rank_class: RankClass, position: int, rendezvous: Rendezvous, cols: Ints, phase: str
+    ) -> Iterator[tuple[RankClass, int, Ints]]:
         """Take in ranks that have come to a collective or message, and yield all participants that are complete."""
         channel = rendezvous.process_group, rendezvous.offset
         if channel not in self._participants:
@@ -332,15 +334,17 @@ class Lockstep:
         participants, key = self._participants[channel], (rendezvous.shared, position, phase)
         if key not in self._met:
             self._met[key] = np.zeros(len(participants.sizes), dtype=np.intp)
-        # Participants may come at several instants and from several kinds.
+        # Participants may come at several instants and from several classes.
         there = self._met[key]
-        arrived = np.bincount(participants.of[rendezvous.sends][kind.first + cols], minlength=len(there))
+        arrived = np.bincount(
+            participants.of[rendezvous.sends][rank_class.first + cols], minlength=len(there)
+        )
         complete = (there + arrived == participants.sizes) & (arrived > 0)
         there += arrived
         if not complete.any():
             return
-        at_phase = kind.graph.phase(position)
-        for other in self._kinds:
+        at_phase = rank_class.graph.phase(position)
+        for other in self._rank_classes:
             for sends, indices in participants.of.items():
                 own = other.graph.rendezvous_numbers[at_phase].get(rendezvous._replace(sends=sends))
                 if own is not None:
@@ -351,7 +355,7 @@ class Lockstep:
     # -- ending ------------------------------------------------------------------------------------------------
 
     def _grouped(self, rows: Ints) -> Iterator[tuple[_Batch, Ints]]:
-        """Yield the instructions that rows belong to, with their ranks' positions in their kind."""
+        """Yield the instructions that rows belong to, with their ranks' positions in their class."""
         ranks = rows % self.table.num_ranks
         batches = self.table.batch[rows]
         first, last = self._batches[batches[0]], batches[-1]
@@ -366,47 +370,50 @@ class Lockstep:
             batch = self._batches[batches[begin]]
             yield batch, ranks[begin:end] - batch[0].first
 
-    def _end(self, kind: Kind, position: int, number: int, cols: Ints, now_s: float) -> None:
-        phase, num_ended = kind.graph.phase(position), len(cols)
-        if phase == "step" and number in kind.chains:
-            chain, _ = kind.chains[number]
+    def _end(self, rank_class: RankClass, position: int, number: int, cols: Ints, now_s: float) -> None:
+        phase, num_ended = rank_class.graph.phase(position), len(cols)
+        if phase == "step" and number in rank_class.chains:
+            chain, _ = rank_class.chains[number]
             number, num_ended = int(chain[-1, 0]), len(chain) * len(cols)
         self.num_events += num_ended
-        times = kind.times[position]
+        times = rank_class.times[position]
         # Within a chain a start is a sum of its own, which may round above the instant of the end.
         times.end_s[number, cols] = np.maximum(times.start_s[number, cols], now_s)
         if phase != "step":
             self._num_others -= len(cols)
             self._others_until_s = math.inf if self._num_others else now_s
-        for distance, successor in kind.graph.after(position)[number]:
-            self._take_need(kind, position + distance, successor, cols)
-        if number < len(kind.graph.ids[phase]) and kind.graph.ids[phase][number] in self._is_observed:
-            self._notify_peers(kind, position, kind.graph.ids[phase][number], cols)
+        for distance, successor in rank_class.graph.after(position)[number]:
+            self._take_need(rank_class, position + distance, successor, cols)
+        if (
+            number < len(rank_class.graph.ids[phase])
+            and rank_class.graph.ids[phase][number] in self._is_observed
+        ):
+            self._notify_peers(rank_class, position, rank_class.graph.ids[phase][number], cols)
         self._unfinished[position] -= num_ended
         if phase == "step" and self._unfinished[position] == 0:
             self._step_completed(position)
 
-    def _take_need(self, kind: Kind, position: int, number: int, cols: Ints) -> None:
+    def _take_need(self, rank_class: RankClass, position: int, number: int, cols: Ints) -> None:
         if position not in self._unfinished:
             self._open(position)
-        left = kind.times[position].num_pending[number]
+        left = rank_class.times[position].num_pending[number]
         # Without an index where all ranks are in step, which is the usual case.
-        if len(cols) == len(kind):
+        if len(cols) == len(rank_class):
             left -= 1
             ready = (left == 0).nonzero()[0]
         else:
             left[cols] -= 1
             ready = cols[left[cols] == 0]
         if ready.size:
-            self._ready.append((kind, position, number, ready))
+            self._ready.append((rank_class, position, number, ready))
 
-    def _notify_peers(self, kind: Kind, position: int, name: str, cols: Ints) -> None:
+    def _notify_peers(self, rank_class: RankClass, position: int, name: str, cols: Ints) -> None:
         """Take a need off whoever waits for an instruction on all its peers, once all of them have finished."""
         for group in {
-            observer[0] for other in self._kinds for observer in other.graph.observers.get(name, ())
+            observer[0] for other in self._rank_classes for observer in other.graph.observers.get(name, ())
         }:
-            ready = self._now_done(group, position, name, kind.first + cols)
-            for other in self._kinds:
+            ready = self._now_done(group, position, name, rank_class.first + cols)
+            for other in self._rank_classes:
                 own = ready[(ready >= other.first) & (ready < other.first + len(other))] - other.first
                 if own.size:
                     for wanted, phase, distance, number in other.graph.observers.get(name, ()):
@@ -441,9 +448,9 @@ class Lockstep:
         if self.cycle is None:
             times = np.concatenate(
                 [
-                    field[: len(kind.graph.ids["step"])].ravel()
-                    for kind in self._kinds
-                    for field in (kind.times[position].start_s, kind.times[position].end_s)
+                    field[: len(rank_class.graph.ids["step"])].ravel()
+                    for rank_class in self._rank_classes
+                    for field in (rank_class.times[position].start_s, rank_class.times[position].end_s)
                 ]
             )
             self.cycle = self._detector.completed(times, self._entered - step, self._others_until_s)
@@ -453,18 +460,22 @@ class Lockstep:
 
     def _close(self, position: int) -> None:
         """Keep the spans of the listed ranks, and forget the rest."""
-        for kind in self._kinds:
-            times = kind.times.pop(position, None)
+        for rank_class in self._rank_classes:
+            times = rank_class.times.pop(position, None)
             if times is not None:
-                for col, rank in enumerate(kind.ranks):
+                for col, rank in enumerate(rank_class.ranks):
                     if int(rank) in self._listed:
-                        self._spans[int(rank)] += self._spans_of(kind, position, times, col, int(rank))
+                        self._spans[int(rank)] += self._spans_of(rank_class, position, times, col, int(rank))
 
-    def _spans_of(self, kind: Kind, position: int, times: Times, col: int, rank: int) -> Iterator[Span]:
-        phase, step = kind.graph.phase(position), kind.graph.step(position)
+    def _spans_of(
+        self, rank_class: RankClass, position: int, times: Times, col: int, rank: int
+    ) -> Iterator[Span]:
+        phase, step = rank_class.graph.phase(position), rank_class.graph.step(position)
         starts, ends = times.start_s[:, col].tolist(), times.end_s[:, col].tolist()
-        for item, start_s, end_s in zip(getattr(kind.template.program, phase), starts, ends, strict=False):
-            limiter = kind.template.activities[phase, item.id].limiter
+        for item, start_s, end_s in zip(
+            getattr(rank_class.template.program, phase), starts, ends, strict=False
+        ):
+            limiter = rank_class.template.activities[phase, item.id].limiter
             number = self.world.numbers[rank]
             yield Span(
                 number, phase, step, item.id, item.stream, item.label, item.segment, start_s, end_s, limiter

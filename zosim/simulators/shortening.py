@@ -39,7 +39,7 @@ def shortest(model: ModelSpec) -> ModelSpec:
         for segment in group.segments:
             blocks[segment].append(group)
     # Blocks without their names: equal ones do the same work.
-    kinds = {
+    distinct = {
         (
             *(
                 group.model_copy(update={"name": "", "segments": ()})
@@ -50,7 +50,7 @@ def shortest(model: ModelSpec) -> ModelSpec:
         for index in range(model.num_blocks)
     }
     are_whole = set(model.segments) == {"embed", "head", *map(block_segment, range(model.num_blocks))}
-    are_alike = are_whole and len(kinds) == 1
+    are_alike = are_whole and len(distinct) == 1
     return shortened(model) if model.num_blocks > NUM_BLOCKS and are_alike else model
 
 

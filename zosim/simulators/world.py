@@ -1,7 +1,7 @@
 """All ranks of a run as the simulators see them: activities, what they share, and who waits for whom.
 
 Ranks whose programs and machines are alike but for the names of their resources share a :class:`Template`, so that a
-thousand ranks cost little more than one. :mod:`zosim.simulators.fold` goes further and keeps one rank of each kind; the example there makes a world.
+thousand ranks cost little more than one. :mod:`zosim.simulators.fold` goes further and keeps one rank of each class; the example there makes a world.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENOUGH = 1 + 1e-12
 
 @dataclass(frozen=True)
 class Template:
-    """What ranks of one kind do.
+    """What ranks of one class do.
 
     Attributes
     ----------

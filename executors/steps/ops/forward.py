@@ -353,8 +353,8 @@ class _ForwardSidePath:
             gathered,
             context.nonzero_rows(group, frame, perturbation),
         )
-        for kind, along in theta.along(z.qvalues):
-            for one, view in zip(along, kind.at(along, step), strict=True):
+        for storage, along in theta.along(z.qvalues):
+            for one, view in zip(along, storage.at(along, step), strict=True):
                 view.bind(one.bound)
         try:
             yield

@@ -23,11 +23,15 @@ def location_of(access: Access) -> tuple[str, int]:
 
 def of_group(
     group: str,
-    kind: type[ParamGroupWeights | Perturbation | PerturbationRows | PerturbationFactors],
+    contents_type: type[ParamGroupWeights | Perturbation | PerturbationRows | PerturbationFactors],
     among: Sequence[Access],
 ) -> list[Access]:
     """Return the accesses to what is of a kind, and of a parameter group."""
-    return [access for access in among if isinstance(access.what, kind) and access.what.param_group == group]
+    return [
+        access
+        for access in among
+        if isinstance(access.what, contents_type) and access.what.param_group == group
+    ]
 
 
 def only(accesses: Sequence[Access], what: str) -> Access:

@@ -245,8 +245,8 @@ class ParamPasses:
                 sums=values.pop(before) if before is not None else None,
                 is_rounded=after is None,
             )
-            for kind, along in theta.along(z.qvalues):
-                kind.update(along, step)
+            for storage, along in theta.along(z.qvalues):
+                storage.update(along, step)
             if after is not None:
                 values[after] = step.sums
 

@@ -35,7 +35,7 @@ def sheet():
 def test_every_constant_is_measured_and_kept(monkeypatch, tmp_path, sheet):
     monkeypatch.setattr(codec_calibration, "NUM_ROWS", 16)
     profile = with_codec_constants(sheet, budget_s=1e-3)
-    names = {constant.name for constant in profile.constants if constant.kind == "codec_s"}
+    names = {constant.name for constant in profile.constants if constant.quantity == "codec_s"}
     assert names == {MEASURED + name for name in load_codec_profile().seconds}
     profile.save(tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == profile

@@ -117,7 +117,7 @@ def limiter(job: Job, machine: PricedMachine) -> str:
     now = _best_s([machine.best])
     gains = {}
     for lever in machine.levers:
-        if lever.kind != "memory":
+        if lever.type != "memory":
             topology = lever.apply(machine.topology, 2.0)
             request = job.request(machine.name, topology, machine.num_devices)
             gains[lever.name] = Bounds(request).of(machine.plan).seconds / now

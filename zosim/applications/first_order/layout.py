@@ -99,13 +99,13 @@ class FirstOrderLayout:
         return max(0, copied - gone)
 
     def whole(
-        self, kind: Literal["gathered", "summand"], group: ParamGroup, buffer: int, left: str
+        self, buffer_type: Literal["gathered", "summand"], group: ParamGroup, buffer: int, left: str
     ) -> Access:
         """Return the access to all replicas' shares of a group's weights, or to a gradient before it is shared out."""
         size = bucket_bytes(
             group.num_parameters, group.num_tensors, self.plan.compute_dtype, alignment_of(self.plan)
         )
-        return Access(f"{kind}.{buffer}", Named(f"{group.name}:{kind}", left), 0, size)
+        return Access(f"{buffer_type}.{buffer}", Named(f"{group.name}:{buffer_type}", left), 0, size)
 
     def kept(self, segment: str, number: int) -> tuple[Access, ...]:
         """Return the access to what the forward of `segment` keeps for its backward, if anything."""

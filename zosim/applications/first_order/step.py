@@ -172,10 +172,12 @@ class FirstOrderWriter(Listing):
             return self._gathered[segment]
         return tuple(self.layout.weights(group) for group in self.model.param_groups_of(segment))
 
-    def _next_buffer(self, kind: Literal["gathered", "summand"], group: ParamGroup, left: str) -> Access:
+    def _next_buffer(
+        self, buffer_type: Literal["gathered", "summand"], group: ParamGroup, left: str
+    ) -> Access:
         """Return the next buffer of those that gathered weights, or whole gradients, take in turn."""
-        self._num_taken[kind] += 1
-        return self.layout.whole(kind, group, self._num_taken[kind] % _NUM_BUFFERS, left)
+        self._num_taken[buffer_type] += 1
+        return self.layout.whole(buffer_type, group, self._num_taken[buffer_type] % _NUM_BUFFERS, left)
 
     def _gather(self, segments: Sequence[str], left: str) -> None:
         """Write how replicas gather the weights of the segment that is next, and of the one behind it, unless they have."""

@@ -121,7 +121,7 @@ def _without_launches(profile: Profile) -> Profile:
         *(
             constant.model_copy(update=dict.fromkeys(("value", "low", "high"), 0.0))
             for constant in profile.constants
-            if constant.kind in _LAUNCHING
+            if constant.quantity in _LAUNCHING
         ),
         origin=profile.origin,
     )
@@ -165,5 +165,7 @@ def _as_profile(fitted: Profile, measured_machine: MeasuredMachine, lessons: Seq
         for constant in fitted.constants
         if constant.name in reported
     ]
-    launching = [constant for constant in measured_machine.profile.constants if constant.kind in _LAUNCHING]
+    launching = [
+        constant for constant in measured_machine.profile.constants if constant.quantity in _LAUNCHING
+    ]
     return sustained(fitted.with_constants(*changed, *launching, origin="calibrated"))

@@ -126,7 +126,7 @@ class WhatIf:
         lines.append(f"its critical path: {', '.join(parts)}")
         following = self.next_limit
         if following is not None:
-            better = "smaller" if following.first.kind == "latency" else "larger"
+            better = "smaller" if following.first.type == "latency" else "larger"
             lines.append(
                 f"it depends most on the {following.first.name}, until that is {following.factor:.2g} times {better}; "
                 f"then on the {following.then.name}, at {format_seconds(following.step_time_s)} a step"
@@ -175,7 +175,7 @@ class WhatIf:
             "derivatives": [
                 {
                     "figure": item.lever.name,
-                    "type": item.lever.kind,
+                    "type": item.lever.type,
                     "value": item.lever.value,
                     "unit": item.lever.unit,
                     "elasticity": item.elasticity,
