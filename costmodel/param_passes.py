@@ -6,12 +6,15 @@ These are passes over memory. A pass reads or writes every element once; what di
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from costmodel.formats import COMPUTE_FORMATS, FORMATS, DType, TransferFormat
 from costmodel.formats.distributions import SamplingClass
 from costmodel.work import SHARED_ELEMENTS, Work
 
+# Blocks are alike, so lowering asks for the same works again and again.
+_remembered = lru_cache(maxsize=4096)
 Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
 """How a multiple of a perturbation is added to parameters.
 
@@ -30,6 +33,7 @@ _WATCH_KERNELS = 8
 """Two samples, whether they are equal, how often, and the sum so far, each element of which is looked up."""
 
 
+@_remembered
 def sampling_work(
     num_elements: int,
     *,
@@ -93,6 +97,7 @@ def sampling_work(
     )
 
 
+@_remembered
 def perturb_work(
     num_elements: int,
     *,
@@ -145,6 +150,7 @@ def perturb_work(
     )
 
 
+@_remembered
 def update_work(
     num_elements: int,
     *,
@@ -211,6 +217,7 @@ def update_work(
     )
 
 
+@_remembered
 def cast_work(
     num_elements: int, *, source: TransferFormat, target: TransferFormat, num_tensors: int = 1
 ) -> Work:
@@ -238,6 +245,7 @@ def cast_work(
     )
 
 
+@_remembered
 def copy_work(size_bytes: int) -> Work:
     """Return the work of copying one contiguous buffer between memories; the profile's latency covers its start.
 
@@ -249,6 +257,7 @@ def copy_work(size_bytes: int) -> Work:
     return Work(copy_bytes=size_bytes)
 
 
+@_remembered
 def allocation_work(size_bytes: int, *, num_allocations: int = 1) -> Work:
     """Return the work of allocating device memory that no cache holds, first touch included.
 

@@ -100,6 +100,13 @@ class Topology(FrozenModel):
     def _nodes_by_id(self) -> Mapping[str, Node]:
         return {node.id: node for node in self.nodes}
 
+    @cached_property
+    def _nodes_by_type(self) -> Mapping[str, tuple[Node, ...]]:
+        by_type: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            by_type.setdefault(node.type, []).append(node)
+        return {node_type: tuple(nodes) for node_type, nodes in by_type.items()}
+
     def _check_size(self) -> None:
         """Refuse what routes cannot be found in within seconds: every device looks for the nearest memory of its host."""
         node_types = Counter((node.host, "device" if node.spec else node.type) for node in self.nodes)
@@ -169,6 +176,8 @@ class Topology(FrozenModel):
         *node_types : str
             Types such as ``"gpu"`` or ``"memory"``.
         """
+        if len(node_types) == 1:
+            return self._nodes_by_type.get(node_types[0], ())
         return tuple(node for node in self.nodes if node.type in node_types)
 
     def sums_in_switch(self, switch: Node) -> bool:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import takewhile
 
 from costmodel.models.model_spec import ParamGroup, block_index
 from costmodel.param_passes import cast_work, copy_work
@@ -54,6 +55,8 @@ class Homes(AxisWriter):
         super().__init__(rank, listing)
         self._num_shares = rank.plan.num_shares
         self._buckets: dict[tuple[str, str], tuple[int, int]] = {}
+        self._homes: dict[str, str] = {}
+        self._offsets: dict[tuple[str, str], int] = {}
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -109,7 +112,9 @@ class Homes(AxisWriter):
 
     def home(self, group: ParamGroup) -> str:
         """Return the buffer that holds `group` between steps."""
-        return f"{self._space(group)}.{group.name}"
+        if group.name not in self._homes:
+            self._homes[group.name] = f"{self._space(group)}.{group.name}"
+        return self._homes[group.name]
 
     def _space(self, group: ParamGroup) -> Space:
         if not self.is_offloaded(group):
@@ -180,13 +185,13 @@ class Homes(AxisWriter):
         """Return where `group` starts in `buffer`: behind its neighbours in a staging buffer that they share, else at 0."""
         if buffer == self.home(group):
             return 0
-        offset = 0
-        # Groups that stay on the device leave no gap in the staging buffer of their segment.
-        for neighbour in self._rank.model.param_groups_of(group.segments[0]):
-            if neighbour.name == group.name:
-                break
-            offset += self._group_bytes(neighbour, dtype) if self.is_offloaded(neighbour) else 0
-        return offset
+        key = group.name, dtype
+        if key not in self._offsets:
+            neighbours = self._rank.model.param_groups_of(group.segments[0])
+            before = takewhile(lambda neighbour: neighbour.name != group.name, neighbours)
+            # Groups that stay on the device leave no gap in the staging buffer of their segment.
+            self._offsets[key] = sum(self._group_bytes(g, dtype) for g in before if self.is_offloaded(g))
+        return self._offsets[key]
 
     def at_rest(self, *, delayed_by: int) -> Iterator[Access]:
         """Yield what the home of every group holds between steps.

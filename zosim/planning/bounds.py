@@ -101,7 +101,7 @@ class Bounds:
         if key not in self._known_classes:
             self._known_classes[key] = self._rank_classes(plan)
         classes = self._known_classes[key]
-        machines = self._machines(plan)
+        machines = self.machines(plan)
         block_bounds = [self._bounder.bound(plan, rank, machines[rank]) for rank in classes.ranks]
         of_type = [bound.footprint for bound in block_bounds]
         hosts = [
@@ -132,9 +132,9 @@ class Bounds:
     def loss_s(self, plan: Plan) -> float:
         """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""
         last = plan.mesh.pipelines[0][-1]
-        return self._bounder.loss_s(plan, last, self._machines(plan)[last])
+        return self._bounder.loss_s(plan, last, self.machines(plan)[last])
 
-    def _machines(self, plan: Plan) -> tuple[Machine, ...]:
+    def machines(self, plan: Plan) -> tuple[Machine, ...]:
         """Return every rank's machine, which of a mesh only the stages change."""
         placement, request = plan.placement, self._request
         # Rings and routes depend on devices; groups on stages alone.
@@ -147,7 +147,7 @@ class Bounds:
         return self._known[key]
 
     def _rank_classes(self, plan: Plan) -> _RankClasses:
-        machines, topology = self._machines(plan), self._request.hardware.topology
+        machines, topology = self.machines(plan), self._request.hardware.topology
         number_of: dict[Hashable, int] = {}
         ranks: list[int] = []
         on_host: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -177,7 +177,7 @@ class Bounds:
 
     def _shared_s(self, plan: Plan, classes: _RankClasses, block_bounds: Sequence[BlockBound]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""
-        machines = self._machines(plan)
+        machines = self.machines(plan)
         # A shared link is busy for the sum of what its ranks take of it, however they are ordered.
         fullest_s = 0.0
         for members in classes.hosts.values():

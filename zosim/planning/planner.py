@@ -468,6 +468,8 @@ class _Search:
         planned = PlannedRun(
             plan, hardware.topology, hardware.profile, profiles=hardware.profiles, is_validated=False
         )
+        # Of a thousand ranks they take more time than all else.
+        planned.__dict__["near_machines"] = self._bounds.machines(plan)
         return Candidate(planned, bound, bound.seconds)
 
     def _simulate(self, candidate: Candidate) -> None:

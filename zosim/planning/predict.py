@@ -185,15 +185,25 @@ class PlannedRun:
         """What the simulator knows about every rank's hardware."""
         return self._machines_of(self.topology)
 
-    def _machines_of(self, topology: Topology) -> tuple[Machine, ...]:
+    @cached_property
+    def near_machines(self) -> tuple[Machine, ...]:
+        """The machines, whatever their hosts' nearest memory holds; a planner that knows them sets them."""
+        return self._near_machines(self.topology)
+
+    def _near_machines(self, topology: Topology) -> tuple[Machine, ...]:
         devices, groups = self.plan.placement.devices, self.programs.process_groups
         hosts = [topology.host_of(device).id for device in devices]
         # A thread that issues copies for several devices is one resource of all of them.
         processes = [hosts.index(host) for host in hosts] if self.one_process else None
-        machines = list(machines_for(topology, devices, self.rank_profiles, groups, processes=processes))
-        for rank, share in self.far_shares.items():
-            machines[rank] = machines[rank].spilled(topology, devices[rank], share)
-        return tuple(machines)
+        return machines_for(topology, devices, self.rank_profiles, groups, processes=processes)
+
+    def _machines_of(self, topology: Topology) -> tuple[Machine, ...]:
+        near = self.near_machines if topology is self.topology else self._near_machines(topology)
+        devices, shares = self.plan.placement.devices, self.far_shares
+        return tuple(
+            machine.spilled(topology, devices[rank], shares[rank]) if rank in shares else machine
+            for rank, machine in enumerate(near)
+        )
 
     @cached_property
     def far_shares(self) -> Mapping[int, float]:

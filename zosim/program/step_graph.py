@@ -407,10 +407,15 @@ class StepGraph:
         first = [0, *accumulate(len(self.instructions(position)) for position in positions)]
         listed: list[Listed] = []
         for position in positions:
+            begins = [(first[there], self.number[self.phase(there)]) for there in range(position, -1, -1)]
             for item in self.instructions(position):
                 awaited = [
-                    (process_group, first[there.position] + self._number_of(there))
-                    for process_group, there in self.awaited(RunNode(position, item.id))
+                    (
+                        edge.process_group,
+                        begins[edge.distance][0] + begins[edge.distance][1][edge.instruction],
+                    )
+                    for edge in item.after
+                    if self._is_in_run(position, edge.distance, edge.instruction)
                 ]
                 own = tuple(index for process_group, index in awaited if not process_group)
                 peers = tuple((process_group, index) for process_group, index in awaited if process_group)
