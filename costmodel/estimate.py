@@ -94,7 +94,7 @@ def estimate(
 def work_terms(work: Work, values: Mapping[str, float], direction: CopyDirection = "h2d") -> dict[str, float]:
     """Return the seconds of each cause, for constants given by name (see :data:`~costmodel.rates.profile.CONSTANT_UNITS`)."""
     width = FORMATS[work.dtype].element_bytes
-    # What a CPU's threads share in pieces is a kernel for each of them.
+    # What a CPU's threads share in chunks is a kernel for each of them.
     num_kernels = max(work.num_kernels, work.num_shared_kernels if values["gather_s"] else 0)
     terms = {
         "matmul": sum(_matmul_s(op, work.dtype, width, values) for op in work.matmuls),

@@ -15,7 +15,7 @@ from costmodel.work import SHARED_ELEMENTS, Work
 
 # Blocks are alike, so lowering asks for the same works again and again.
 _remembered = lru_cache(maxsize=4096)
-Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
+Arithmetic = Literal["fused", "scaled", "literal", "chunked"]
 """How a multiple of a perturbation is added to parameters.
 
 ``fused``
@@ -24,8 +24,8 @@ Arithmetic = Literal["fused", "scaled", "literal", "pieces"]
     ``z.mul_(ε)`` once, then ``θ.add_(z)``: one more read and write of z.
 ``literal``
     ``θ = θ + (s·z)·ε`` with a temporary for each step, as the reference MeZO loop writes it.
-``pieces``
-    The roundings of ``literal`` in place, piece by piece: ``z·(s·ε)`` into scratch memory, then ``θ.add_``. What
+``chunked``
+    The roundings of ``literal`` in place, chunk by chunk: ``z·(s·ε)`` into scratch memory, then ``θ.add_``. What
     the executor does.
 """
 
@@ -69,7 +69,7 @@ def sampling_work(
         Whether all of a CPU's threads draw at once.
     is_scaled : bool
         Whether the numbers are kept times a factor. A generator of float32 multiplies as it draws; numbers of
-        narrower formats are read and written once more, piece by piece in cache.
+        narrower formats are read and written once more, chunk by chunk in cache.
     num_split_sequences, num_seeds : int
         Times that threads share one generator's numbers; generators that are seeded.
     num_jumped : int
@@ -129,7 +129,7 @@ def perturb_work(
     """
     theta, z = FORMATS[dtype].element_bytes, FORMATS[perturbation_dtype or dtype].element_bytes
     axpy_bytes = 2 * theta + z
-    if arithmetic == "pieces":
+    if arithmetic == "chunked":
         return Work(
             dtype=dtype,
             param_pass_bytes=num_elements * axpy_bytes,
@@ -193,7 +193,7 @@ def update_work(
     )
     if is_watched:
         step += Work(num_kernels=_WATCH_KERNELS)
-    if arithmetic == "pieces":
+    if arithmetic == "chunked":
         # p = g·z, (d = wd·θ, p + d,) η·p, θ - p: all but one read of z and θ and one write of θ is scratch.
         # Runs of tensors that decay and of those that do not take turns, at worst after every tensor.
         num_passes, num_kernels = (9, 5 * num_tensors) if weight_decay else (4, 3)

@@ -98,7 +98,7 @@ class DenseStorage:
         return "uint8" if any(self.tuned(group) or self.frozen(group) for group in param_groups) else dtype
 
     def pass_bytes(self, group: ParamGroup, perturbation_bytes: int) -> int:
-        """Return the bytes of what passes over a group's numbers need once more, were they not made in pieces."""
+        """Return the bytes of what passes over a group's numbers need once more, were they not made in chunks."""
         return perturbation_bytes
 
     def sum_bytes(self, group: ParamGroup) -> int:

@@ -139,7 +139,7 @@ _STAGING_ALIGNMENT_BYTES = 64
 def staged_on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of the host on a device, which gets them in one copy from pinned memory; the host does not wait for it.
 
-    Pageable memory is copied piece by piece, through a buffer of the driver that the host waits for. On a CPU the tensors themselves.
+    Pageable memory is copied chunk by chunk, through a buffer of the driver that the host waits for. On a CPU the tensors themselves.
     """
     if device.type == "cpu" or not tensors:
         return list(tensors)

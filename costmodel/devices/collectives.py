@@ -1,7 +1,7 @@
 """Collectives in closed form: a latency per message plus bytes over bandwidth (Hockney's alpha-beta model).
 
 Every rank has one full-duplex link of the given bandwidth and all ranks start together. Where links are shared
-or unlike each other these are lower bounds; the event simulation sends the pieces themselves.
+or unlike each other these are lower bounds; the event simulation sends the chunks themselves.
 
 References
 ----------

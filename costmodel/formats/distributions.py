@@ -56,7 +56,7 @@ class Distribution:
     is_single_threaded : bool
         Whether one thread draws while others have nothing to do, so that several may draw at once.
     granularity : int
-        On a CPU, a draw split at multiples of this equals the whole draw, if no piece is shorter.
+        On a CPU, a draw split at multiples of this equals the whole draw, if no chunk is shorter.
     block_factor : int
         How many times longer than others its ``counter`` blocks are on a CPU: more where an element costs less.
     is_factored : bool
@@ -85,7 +85,7 @@ class Distribution:
     is_resampled: bool = False
 
     def has_rows_apart(self, width: int) -> bool:
-        """Whether rows of a table are drawn one by one, and not piece by piece with their neighbours."""
+        """Whether rows of a table are drawn one by one, and not chunk by chunk with their neighbours."""
         return self.is_single_threaded and width % self.granularity == 0
 
     @property

@@ -163,7 +163,7 @@ class QuantConfig:
         return self.num_scales(linear) if self.has_zero_point else 0
 
     @property
-    def num_pieces(self) -> int:
+    def num_arrays(self) -> int:
         """Stretches of memory that a weight takes: quantized values, scales, and what else there is."""
         return 2 + self.has_zero_point
 
@@ -320,7 +320,7 @@ def quantized_forward_work(
             num_kernels += times * (1 + has_side_path)
             is_gathered = has_side_path and most < outputs
             gathered = most * inputs * (width + (not is_packed)) * is_gathered
-            if is_packed and has_side_path:  # in pieces, where all rows are added
+            if is_packed and has_side_path:  # in chunks, where all rows are added
                 num = most * inputs if is_gathered else min(elements, PACKED_ELEMENTS)
                 gathered += taken_out_bytes(num, perturbation_format)
             if FORMATS[quant_config.format].is_float:
@@ -437,9 +437,9 @@ def quantized_update_work(
     *,
     perturbation_format: str = "int8",
 ) -> Work:
-    """Return the work of updating quantized values along a perturbation, rounded at random: in pieces, whose temporaries stay near.
+    """Return the work of updating quantized values along a perturbation, rounded at random: in chunks, whose temporaries stay near.
 
-    Of the rows, only `nonzero_share` are touched. Pieces are kernels of their own on a CPU, whose threads share them.
+    Of the rows, only `nonzero_share` are touched. Chunks are kernels of their own on a CPU, whose threads share them.
     """
     elements = round(nonzero_share * sum(outputs * inputs for outputs, inputs in linears))
     temporaries = _UPDATE_TEMPORARY_BYTES + FORMATS[quant_config.format].is_float * _FLOAT_TEMPORARY_BYTES

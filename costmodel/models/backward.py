@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import Literal
 
 from costmodel.formats import FORMATS, DType
+from costmodel.models.components import AttentionImpl
 from costmodel.models.forward import forward_work
 from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec
-from costmodel.models.pieces import AttentionImpl
 from costmodel.work import Attention, Matmul, Work
 
 Optimizer = Literal["sgd", "momentum", "adam"]

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from costmodel.formats import FORMATS, DType
-from costmodel.models.families import FAMILIES
-from costmodel.models.kernel_trace import KernelTrace, TracedBuffer
-from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, block_index, block_segment
-from costmodel.models.pieces import (
+from costmodel.models.components import (
     TANH,
     AttentionImpl,
     Pass,
@@ -23,6 +20,9 @@ from costmodel.models.pieces import (
     seen_tokens,
     traced_attention,
 )
+from costmodel.models.families import FAMILIES
+from costmodel.models.kernel_trace import KernelTrace, TracedBuffer
+from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, block_index, block_segment
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 

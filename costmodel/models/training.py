@@ -18,8 +18,8 @@ from typing import Literal
 
 from costmodel.formats import FORMATS, DType
 from costmodel.models.backward import kept_bytes
+from costmodel.models.components import AttentionImpl
 from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, ParamGroup
-from costmodel.models.pieces import AttentionImpl
 from costmodel.models.recipes import TrainingRecipe
 
 Sharding = Literal["none", "fsdp", "zero-1", "zero-2", "zero-3"]

@@ -132,7 +132,7 @@ CONSTANT_UNITS: dict[str, str] = {
     Of activations and of parameters, each from memory and from cache; ``cache_bytes`` says what the cache holds.
     Passes over parameters differ by format where arithmetic, not memory, limits them, as half precision on a CPU does.
 ``scratch_bandwidth[.<dtype>]``
-    Of temporaries between the passes of one perturbation or update: cached pieces on a CPU, memory on a GPU.
+    Of temporaries between the passes of one perturbation or update: cached chunks on a CPU, memory on a GPU.
 ``quant_rate.<pass>[.<dtype>]``
     Elements per second of the passes over quantized values of :data:`costmodel.formats.quant_passes.PASSES`, as all of a CPU's threads share them.
 ``exponential_rate``

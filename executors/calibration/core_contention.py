@@ -240,29 +240,29 @@ def costs_beside(message: Callable[[], object], latest: Latest, gather: Gather) 
     Notes
     -----
     All ranks call it together. As in a step whose blocks' weights come ahead, a thread beside the one that computes exchanges a
-    message whenever a piece of work begins, and work stops where it would be more than two pieces ahead. A message counts from
+    message whenever a piece of work begins, and work stops where it would be more than two chunks ahead. A message counts from
     when both ranks have asked for it. Means, as steps are sums. The scheduler lets a thread that was woken wait
     for its turn on a core that another one keeps busy, and a message wakes several: who asks for it, gloo's own, and those of the
     other rank. Work loses a core to them, and where they bring two ranks onto one core for a while, half of it.
     """
-    piece = _piece()
-    for action in (piece, message):
+    chunk = _chunk()
+    for action in (chunk, message):
         action()
     alone_s, _ = _beside(message, latest, lambda: None, ahead=0)
     undisturbed_s = []
     beside: list[tuple[list[float], float]] = []
     for _ in range(_NUM_ROUNDS):
         gather(0.0)
-        undisturbed_s += _timed(piece, _NUM_MESSAGES)
+        undisturbed_s += _timed(chunk, _NUM_MESSAGES)
         gather(0.0)
-        beside.append(_beside(message, latest, piece, ahead=_CHUNKS_AHEAD))
+        beside.append(_beside(message, latest, chunk, ahead=_CHUNKS_AHEAD))
     wait_s = fmean(second for seconds, _ in beside for second in seconds) - fmean(alone_s)
     lost_s = fmean(worked_s for _, worked_s in beside) - fmean(undisturbed_s)
     return max(0.0, wait_s), max(0.0, lost_s)
 
 
 def _beside(
-    message: Callable[[], object], latest: Latest, piece: Callable[[], None], *, ahead: int
+    message: Callable[[], object], latest: Latest, chunk: Callable[[], None], *, ahead: int
 ) -> tuple[list[float], float]:
     """Return the seconds of messages, each from when both ranks had asked for it and had the one before, and those of a piece."""
     started, done = threading.Semaphore(0), threading.Semaphore(0)
@@ -282,7 +282,7 @@ def _beside(
     for number in range(_NUM_MESSAGES):
         started_s.append(time.perf_counter())
         started.release()
-        piece()
+        chunk()
         worked_s += time.perf_counter() - started_s[number]
         if number >= ahead:
             done.acquire()
@@ -292,26 +292,26 @@ def _beside(
     return seconds, worked_s / _NUM_MESSAGES
 
 
-def _piece() -> Callable[[], None]:
+def _chunk() -> Callable[[], None]:
     """Return a little work of random numbers and products, on more than a core's caches hold."""
     a, b = torch.ones(128, 512), torch.ones(512, 2048)
     numbers = itertools.cycle(torch.empty(16, 1 << 16))
 
-    def piece() -> None:
+    def chunk() -> None:
         next(numbers).normal_()
         torch.mm(a, b)
 
-    return piece
+    return chunk
 
 
 def _burst(gather: Gather) -> Callable[[], None]:
     """Return some work, as much on every rank."""
-    piece = _piece()
-    num = round(gather(_BURST_S / median(_timed(piece)))[0])
+    chunk = _chunk()
+    num = round(gather(_BURST_S / median(_timed(chunk)))[0])
 
     def burst() -> None:
         for _ in range(num):
-            piece()
+            chunk()
 
     return burst
 

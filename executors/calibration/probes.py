@@ -165,7 +165,7 @@ def _param_passes(device: torch.device, dtype: str) -> Iterator[Probe]:
 
         work = perturb_work(num, dtype=format_named(dtype))
         yield Probe(f"perturb {location} {dtype}", work, perturb)
-        work = update_work(num, dtype=format_named(dtype), arithmetic="pieces")
+        work = update_work(num, dtype=format_named(dtype), arithmetic="chunked")
         yield Probe(f"update {location} {dtype}", work, update)
 
 

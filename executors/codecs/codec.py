@@ -121,13 +121,13 @@ def encode_quantized(quantized: Quantized) -> Tensor:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Bytes]:
-    """Return the bytes of tensors, which a device sends in one piece."""
+    """Return the bytes of tensors, which a device sends in one copy."""
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     if not flat or flat[0].device.type == "cpu":
-        return [piece.numpy() for piece in flat]
-    ends = list(accumulate(piece.numel() for piece in flat))
+        return [chunk.numpy() for chunk in flat]
+    ends = list(accumulate(chunk.numel() for chunk in flat))
     whole = torch.cat(flat).cpu().numpy()
-    return [whole[end - piece.numel() : end] for end, piece in zip(ends, flat, strict=True)]
+    return [whole[end - chunk.numel() : end] for end, chunk in zip(ends, flat, strict=True)]
 
 
 def _assembled(content: Quantized | Tensor, raw: Sequence[Bytes]) -> Tensor:
@@ -231,9 +231,9 @@ def _quantized(header: Header, body: Bytes, device: torch.device) -> Quantized:
     return Quantized(spec, header.shape, header.dtype, rows.reshape(-1, columns or 1), tuple(kept))
 
 
-def _on_device(pieces: Sequence[Bytes], device: torch.device) -> list[Tensor]:
-    """Return bytes of the host on a device, which gets them in one piece and is not waited for."""
-    return staged_on(device, [torch.from_numpy(piece) for piece in pieces])
+def _on_device(chunks: Sequence[Bytes], device: torch.device) -> list[Tensor]:
+    """Return bytes of the host on a device, which gets them in one chunk and is not waited for."""
+    return staged_on(device, [torch.from_numpy(chunk) for chunk in chunks])
 
 
 def _parameters(header: Header, spec: CodecSpec, body: Bytes) -> tuple[tuple[Tensor, ...], Bytes]:

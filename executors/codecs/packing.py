@@ -42,8 +42,8 @@ def pack(symbols: Bytes, width: int) -> Bytes:
     words = symbols[: whole * _LANES].view("<u8")
     target = out[: whole * width].reshape(whole, width)
     for begin in range(0, whole, _CHUNK_OUTPUTS):
-        piece = slice(begin, begin + _CHUNK_OUTPUTS)
-        target[piece] = _joined(words[piece], width).view(np.uint8).reshape(-1, _LANES)[:, :width]
+        chunk = slice(begin, begin + _CHUNK_OUTPUTS)
+        target[chunk] = _joined(words[chunk], width).view(np.uint8).reshape(-1, _LANES)[:, :width]
     rest = symbols[whole * _LANES :]
     if len(rest):
         last = np.zeros(_LANES, dtype=np.uint8)
@@ -63,10 +63,10 @@ def unpack(packed: Bytes, num: int, width: int) -> Bytes:
     source = packed[: whole * width].reshape(whole, width)
     words = out[: whole * _LANES].view("<u8")
     for begin in range(0, whole, _CHUNK_OUTPUTS):
-        piece = slice(begin, begin + _CHUNK_OUTPUTS)
-        lanes = np.zeros((len(source[piece]), _LANES), dtype=np.uint8)
-        lanes[:, :width] = source[piece]
-        words[piece] = _parted(lanes.reshape(-1).view("<u8"), width)
+        chunk = slice(begin, begin + _CHUNK_OUTPUTS)
+        lanes = np.zeros((len(source[chunk]), _LANES), dtype=np.uint8)
+        lanes[:, :width] = source[chunk]
+        words[chunk] = _parted(lanes.reshape(-1).view("<u8"), width)
     if num % _LANES:
         last = np.zeros(_LANES, dtype=np.uint8)
         tail = packed[whole * width :]

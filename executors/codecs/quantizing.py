@@ -82,11 +82,11 @@ def quantize(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
     parameters = fit(rows, spec, grid_dtype, asks)
     grids = fitted(parameters, spec)
     source, target = _laid_out(rows, spec), _laid_out(symbols, spec)
-    for piece, part in _chunks(grids, source):
-        scaled = part.scaled(source[piece].to(grid_dtype))
+    for chunk, chunk_grids in _chunks(grids, source):
+        scaled = chunk_grids.scaled(source[chunk].to(grid_dtype))
         levels = scaled.round_() if spec.rounding == "nearest" else rounded_at_random(scaled, generator)
-        clamped = torch.clamp(levels, part.low, part.high)
-        target[piece] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
+        clamped = torch.clamp(levels, chunk_grids.low, chunk_grids.high)
+        target[chunk] = clamped.to(torch.int16).bitwise_and_(2**spec.bits - 1).to(torch.uint8)
     return Quantized(spec, shape, tensor.dtype, symbols, parameters, tuple(doubts))
 
 
@@ -101,9 +101,9 @@ def dequantize(quantized: Quantized) -> Tensor:
         largest = torch.finfo(quantized.dtype).max
         # Clamping changes no number that does not exceed; a device is not asked, as that would wait for it.
         exceeds = symbols.device.type != "cpu" or grids.exceeds(largest)
-        for piece, part in _chunks(grids, source):
-            values = part.values(source[piece].to(grids.step.dtype), spec.bits)
-            target[piece] = values.clamp_(-largest, largest) if exceeds else values
+        for chunk, chunk_grids in _chunks(grids, source):
+            values = chunk_grids.values(source[chunk].to(grids.step.dtype), spec.bits)
+            target[chunk] = values.clamp_(-largest, largest) if exceeds else values
     return out.reshape(quantized.shape)
 
 
@@ -126,7 +126,7 @@ def rounded_at_random(numbers: Tensor, generator: Generator | None) -> Tensor:
 
 
 def _laid_out(rows: Tensor, spec: CodecSpec) -> Tensor:
-    """Return a view in which a piece is some rows: where all elements share a grid, rows are of one element."""
+    """Return a view in which a chunk is some rows: where all elements share a grid, rows are of one element."""
     return rows.reshape(-1, 1) if spec.scope == "tensor" else rows
 
 
@@ -136,10 +136,10 @@ def _chunks(grids: Fitted, rows: Tensor) -> Iterator[tuple[slice, Fitted]]:
     size = max(1, CHUNK_ELEMENTS.get(rows.device.type, 1 << 20) // width)
     by_row = grids.step.shape[0] > 1
     for begin in range(0, num_rows, size):
-        piece = slice(begin, begin + size)
-        part = (
-            Fitted(*(field[piece] for field in (grids.offset, grids.step, grids.low, grids.high)))
+        chunk = slice(begin, begin + size)
+        chunk_grids = (
+            Fitted(*(field[chunk] for field in (grids.offset, grids.step, grids.low, grids.high)))
             if by_row
             else grids
         )
-        yield piece, part
+        yield chunk, chunk_grids

@@ -124,7 +124,7 @@ class PromptTemplate:
     label_words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        fields = [name for _, name in self._pieces if name is not None]
+        fields = [name for _, name in self._fragments if name is not None]
         if not fields:
             raise DataError(
                 f"template {self.text!r} has no field",
@@ -142,7 +142,7 @@ class PromptTemplate:
             )
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[str, str | None], ...]:
+    def _fragments(self) -> tuple[tuple[str, str | None], ...]:
         """(literal text, field after it) pairs."""
         try:
             parsed = list(string.Formatter().parse(self.text))
@@ -163,7 +163,7 @@ class PromptTemplate:
     @property
     def asks_for_label(self) -> bool:
         """Whether the template has a ``{label}``."""
-        return any(name == LABEL_FIELD for _, name in self._pieces)
+        return any(name == LABEL_FIELD for _, name in self._fragments)
 
     def fill(self, line: JsonObject, word: str | None) -> tuple[str, tuple[int, int]]:
         """Return the filled template and the span of characters that carries labels.
@@ -179,7 +179,7 @@ class PromptTemplate:
             If the template names a field that the line has not.
         """
         out, span = "", (0, 0)
-        for literal, name in self._pieces:
+        for literal, name in self._fragments:
             out += literal
             if name == LABEL_FIELD and word is not None:
                 span = (len(out), len(out) + len(word))

@@ -227,11 +227,11 @@ def quantized_inputs(
     scales = torch.empty((num_rows if by_token else 1, 1), dtype=torch.float32, device=inputs.device)
     # Without temporaries as large as the inputs: fresh memory costs more than another pass.
     length = max(1, TILE_ELEMENTS // width) if inputs.device.type == "cpu" else num_rows
-    pieces = [slice(begin, begin + length) for begin in range(0, num_rows, length)]
+    chunks = [slice(begin, begin + length) for begin in range(0, num_rows, length)]
     if not by_token:
-        largest = torch.stack([_largest(inputs[rows]).amax(0, keepdim=True) for rows in pieces])
+        largest = torch.stack([_largest(inputs[rows]).amax(0, keepdim=True) for rows in chunks])
         scales.copy_(_scales_of(_as_numbers(largest.amax(0), inputs.dtype), input_format))
-    for rows in pieces:
+    for rows in chunks:
         part = inputs[rows]
         if by_token:
             scales[rows] = _scales_of(_as_numbers(_largest(part), inputs.dtype), input_format)

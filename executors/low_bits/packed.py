@@ -71,7 +71,7 @@ class PackedValues:
         return PackedValues(self.memory, torch.Size(sizes), self.bits)
 
     def split(self, num: int) -> list[PackedValues]:
-        """Split one dimension into pieces of `num` values, a multiple of four, and a last piece."""
+        """Split one dimension into chunks of `num` values, a multiple of four, and a last chunk."""
         ends = [*range(0, self.numel(), num), self.numel()]
         return [
             PackedValues(self._bytes(begin, end), torch.Size((end - begin,)), self.bits)
@@ -135,9 +135,9 @@ class PackedValues:
         """Unpack all values of some bytes."""
         qvalues = packed.new_empty(len(packed) * self._per_byte, dtype=torch.int8)
         spread, sign = qvalues.view(_WIDE[self.bits]), 1 << self.bits - 1
-        for piece in self._chunks(len(packed)):
-            # Half of a byte's quantized values go where they belong at a time, with those of all bytes of the piece.
-            here = spread[piece].copy_(packed[piece])
+        for chunk in self._chunks(len(packed)):
+            # Half of a byte's quantized values go where they belong at a time, with those of all bytes of the chunk.
+            here = spread[chunk].copy_(packed[chunk])
             for shift, mask in zip(_SHIFTS[self.bits], _MASKS[self.bits], strict=True):
                 here.bitwise_or_(here << shift).bitwise_and_(mask)
             # Two's complement of few bits in that of eight.
@@ -147,10 +147,10 @@ class PackedValues:
     def _put_in(self, qvalues: Tensor, packed: Tensor) -> None:
         """Pack values, and zeros into the rest of the last byte."""
         whole = len(qvalues) // self._per_byte
-        for piece in self._chunks(whole):
+        for chunk in self._chunks(whole):
             self._join(
-                qvalues[piece.start * self._per_byte : min(piece.stop, whole) * self._per_byte],
-                packed[piece.start : min(piece.stop, whole)],
+                qvalues[chunk.start * self._per_byte : min(chunk.stop, whole) * self._per_byte],
+                packed[chunk.start : min(chunk.stop, whole)],
             )
         if missing := -len(qvalues) % self._per_byte:
             self._join(

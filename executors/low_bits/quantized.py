@@ -79,12 +79,12 @@ class SidePath(NamedTuple):
         if self.rows is not None:
             weight[self.rows] = weight[self.rows].add_(self.perturbation[self.rows], alpha=self.factor)
             return
-        # Packed values are unpacked in pieces that stay in a CPU's cache.
+        # Packed values are unpacked in chunks that stay in a CPU's cache.
         most = weight.numel() if isinstance(self.perturbation, Tensor) else CHUNK_ELEMENTS[weight.device.type]
         num = max(1, most // weight.shape[1])
         for begin in range(0, len(weight), num):
-            piece = weight[begin : begin + num]
-            piece.add_(self.perturbation[begin : begin + len(piece)], alpha=self.factor)
+            chunk = weight[begin : begin + num]
+            chunk.add_(self.perturbation[begin : begin + len(chunk)], alpha=self.factor)
 
 
 @dataclass(frozen=True)
@@ -362,8 +362,8 @@ class QuantizedTensor(Stored):
         by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
         num_rows, width = self.shape if rows is None else (len(rows), self.shape[1])
 
-        def take_chunk(piece: slice, uniform: Tensor) -> None:
-            chosen = piece if rows is None else rows[piece]
+        def take_chunk(chunk: slice, uniform: Tensor) -> None:
+            chosen = chunk if rows is None else rows[chunk]
             levels = self.levels(chosen).float()
             grouped = levels.view(len(levels), -1, self.group_elements)
             # A number divided by a tensor is, to the last bit, its reciprocal times the number.
@@ -397,9 +397,9 @@ class QuantizedTensor(Stored):
         for span in self._chunks(num_rows, elements=sampled_at_once):
             sampled = uniforms(span.start * width, span.stop * width).view(-1, width)
             # A call each, so that the temporaries of one are gone before those of the next are made.
-            for piece in self._chunks(len(sampled), elements=at_once and min(at_once, UPDATED_ELEMENTS)):
-                here = slice(span.start + piece.start, span.start + piece.stop)
-                take_chunk(here, sampled[piece])
+            for chunk in self._chunks(len(sampled), elements=at_once and min(at_once, UPDATED_ELEMENTS)):
+                here = slice(span.start + chunk.start, span.start + chunk.stop)
+                take_chunk(here, sampled[chunk])
             del sampled
 
     def _write(self, rows: Rows, levels: Tensor) -> None:
@@ -409,7 +409,7 @@ class QuantizedTensor(Stored):
         """Return quantized values of a byte each with as many in a byte as fit."""
         return _joined(symbols, self.quant_config.container_bits)
 
-    # -- pieces ------------------------------------------------------------------------------------------------
+    # -- chunks ------------------------------------------------------------------------------------------------
 
     @property
     def group_elements(self) -> int:

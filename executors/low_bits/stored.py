@@ -212,7 +212,7 @@ class Stored(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return sum(piece.nbytes for piece in self.dump().values())
+        return sum(chunk.nbytes for chunk in self.dump().values())
 
     @abstractmethod
     def dump(self) -> Mapping[str, Tensor]:

@@ -40,7 +40,7 @@ TEMPLATE = "{text}\nThis is {label}"
 
 _HELD_OUT_OF_256 = 64
 _CHUNK_BYTES = 8192
-"""Documents are held out by pieces of this size, since a few of them are most of the prose."""
+"""Documents are held out by chunks of this size, since a few of them are most of the prose."""
 _CHUNK_BYTES = 240
 _SKIPPED = frozenset(
     {"test", "tests", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "lib2to3"}

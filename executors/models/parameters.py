@@ -20,7 +20,7 @@ from executors.low_bits.quantized import QuantizedTensor, shapes_of
 from executors.low_bits.stored import DenseTensor, Stored, View, nothing
 from topology.errors import ModelError
 
-Pieces = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Arrays = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and format of each tensor that a parameter is, by what files add to its name."""
 
 _NO_DECAY = ("bias", "layer_norm", "layernorm")
@@ -92,7 +92,7 @@ class NamedTensor:
         """Whether it is stored as numbers."""
         return self.quant_config is None
 
-    def pieces(self, dtype: torch.dtype) -> Pieces:
+    def arrays(self, dtype: torch.dtype) -> Arrays:
         """Return the tensors that it is stored as; `dtype` is the format of numbers."""
         return (
             {"": (self.shape, dtype)}
@@ -100,11 +100,11 @@ class NamedTensor:
             else shapes_of(self.quant_config, self.shape)
         )
 
-    def stored_in(self, pieces: Iterable[Tensor]) -> Stored:
-        """Return it as it is stored in these, which are in the order of :meth:`pieces`."""
+    def stored_in(self, arrays: Iterable[Tensor]) -> Stored:
+        """Return it as it is stored in these, which are in the order of :meth:`arrays`."""
         if self.quant_config is None:
-            return DenseTensor(*pieces)
-        return QuantizedTensor(self.quant_config, self.shape, *pieces)
+            return DenseTensor(*arrays)
+        return QuantizedTensor(self.quant_config, self.shape, *arrays)
 
     @property
     def trainable(self) -> bool:
@@ -113,7 +113,7 @@ class NamedTensor:
 
 
 def bind(tensors: Sequence[NamedTensor], views: Sequence[View]) -> None:
-    """Let parameters be what lies in as many pieces of memory."""
+    """Let parameters be what lies in as many arrays."""
     for tensor, view in zip(tensors, views, strict=True):
         view.bind(tensor)
 

@@ -413,8 +413,8 @@ def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     tensors: dict[str, Tensor | Deferred] = {}
     for name, tensor in saved_tensors(model).items():
         quantized = qvalues.get(name)
-        pieces = {"": tensor} if quantized is None else quantized.dump()
-        tensors |= {name + suffix: piece for suffix, piece in pieces.items()}
+        arrays = {"": tensor} if quantized is None else quantized.dump()
+        tensors |= {name + suffix: chunk for suffix, chunk in arrays.items()}
     directory = Path(directory)
     save_configuration(model, directory, {"quantization_config": own_quantization_config(first.quant_config)})
     write_tensors(tensors, directory / OWN_WEIGHTS_NAME, dtype)
@@ -480,9 +480,9 @@ def _packed(symbols: Tensor, bits: int, *, shift: bool = False) -> Tensor:
     words = torch.empty((rows, -(-num * bits // 32)), dtype=torch.int32)
     step = max(1, _CHUNK_ELEMENTS // num)
     for begin in range(0, rows, step):
-        piece = symbols[begin : begin + step].cpu()
-        piece = piece ^ 2 ** (bits - 1) if shift else piece
-        single = np.unpackbits(piece.numpy()[..., None], axis=-1, bitorder="little")[..., :bits]
+        chunk = symbols[begin : begin + step].cpu()
+        chunk = chunk ^ 2 ** (bits - 1) if shift else chunk
+        single = np.unpackbits(chunk.numpy()[..., None], axis=-1, bitorder="little")[..., :bits]
         row = np.packbits(single.reshape(len(single), -1), axis=-1, bitorder="little")
         row = np.pad(row, ((0, 0), (0, 4 * words.shape[1] - row.shape[1])))
         words[begin : begin + step] = torch.from_numpy(row.view(np.int32))
@@ -591,9 +591,9 @@ def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Ten
     symbols = torch.empty((rows, num), dtype=torch.uint8)
     step = max(1, _CHUNK_ELEMENTS // num)
     for begin in range(0, rows, step):
-        piece = words[begin : begin + step].contiguous().view(torch.uint8)
+        chunk = words[begin : begin + step].contiguous().view(torch.uint8)
         # A quantized value may begin in one byte and end in the next.
-        both = nn.functional.pad(piece, (0, 1)).to(torch.int16)
+        both = nn.functional.pad(chunk, (0, 1)).to(torch.int16)
         both = both[:, :-1] | (both[:, 1:] << 8)
         qvalues = (both[:, starts // 8].to(torch.int32) & 0xFFFF) >> (starts % 8).to(torch.int32)
         symbols[begin : begin + step] = qvalues.bitwise_and_(2**bits - 1).to(torch.uint8)

@@ -41,8 +41,8 @@ def weights_digest(
         if (trainable_only and not is_tuned(tensor)) or (base_only and ".lora_" in tensor.name):
             continue
         held = tensor.held
-        for suffix, piece in held.to(held.device, wanted).dump().items():
-            update_digest(digest, tensor.name + suffix, piece)
+        for suffix, array in held.to(held.device, wanted).dump().items():
+            update_digest(digest, tensor.name + suffix, array)
     return digest.hexdigest()
 
 
@@ -87,10 +87,10 @@ def save_weights(
         return
     named: dict[str, Tensor | Deferred] = {}
     for tensor in filter(is_tuned, stored_parameters(model)):
-        for suffix, piece in tensor.held.dump().items():
+        for suffix, array in tensor.held.dump().items():
             # Numbers of 8 bits, as a host may hold them, are not quantized.
-            wanted = TORCH_DTYPES[dtype] if dtype and tensor.is_numbers else piece.dtype
-            named[tensor.name + suffix] = Deferred(piece.shape, wanted, partial(piece.to, wanted))
+            wanted = TORCH_DTYPES[dtype] if dtype and tensor.is_numbers else array.dtype
+            named[tensor.name + suffix] = Deferred(array.shape, wanted, partial(array.to, wanted))
     write_tensors(named, path, dtype, metadata)
 
 

@@ -208,13 +208,13 @@ class CounterSampler:
 
         def fill(share: range) -> None:
             generator = Generator(device=self._device)
-            for piece, seed, low, total in jobs[share.start : share.stop]:
+            for chunk, seed, low, total in jobs[share.start : share.stop]:
                 generator.manual_seed(seed)
-                if piece.numel() == total:
-                    sample_into(piece, sampler, generator, factor)
+                if chunk.numel() == total:
+                    sample_into(chunk, sampler, generator, factor)
                 else:
-                    numbers = self._range(piece.numel(), piece, low, total, sampler, generator)
-                    piece.copy_(numbers if factor is None else numbers.mul_(factor))
+                    numbers = self._range(chunk.numel(), chunk, low, total, sampler, generator)
+                    chunk.copy_(numbers if factor is None else numbers.mul_(factor))
 
         self._share(fill, len(jobs), sampler)
 
@@ -226,16 +226,16 @@ class CounterSampler:
     def _jobs(
         self, out: Tensor, parameter: int, offset: int, key: CounterKey, sampler: DistributionSampler
     ) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Yield (piece, seed, first element in its block, elements of the block) of what is wanted."""
+        """Yield (chunk, seed, first element in its block, elements of the block) of what is wanted."""
         length, numel = self.block_elements(sampler), self._numels[parameter]
         blocks = _blocks(offset, offset + out.numel(), length)
         before = min(-offset % length, out.numel())
-        pieces = [
-            piece for part in (out[:before], out[before:]) if part.numel() for piece in part.split(length)
+        chunks = [
+            chunk for part in (out[:before], out[before:]) if part.numel() for chunk in part.split(length)
         ]
         seeds = self._seeds(parameter, blocks, key, sampler)
-        for block, seed, piece in zip(blocks, seeds, pieces, strict=True):
-            yield piece, seed, max(0, offset - block * length), min(length, numel - block * length)
+        for block, seed, chunk in zip(blocks, seeds, chunks, strict=True):
+            yield chunk, seed, max(0, offset - block * length), min(length, numel - block * length)
 
     def _range(
         self, num: int, like: Tensor, low: int, total: int, sampler: DistributionSampler, generator: Generator

@@ -190,7 +190,7 @@ class NonzeroRows:
 class _Block(NamedTuple):
     """Part of a perturbation that has a generator of its own, and the seeds of its numbers and of their rounding, if there is any."""
 
-    piece: QValues
+    chunk: QValues
     seed: int
     uniform_seed: int | None
 
@@ -256,12 +256,12 @@ class RoundedSampler:
                 is_whole = False
                 continue
             # Seeds of all blocks at once: asking for them block by block takes as long as drawing.
-            pieces = view.split(self._numbers.block_elements(self._sampler))
+            chunks = view.split(self._numbers.block_elements(self._sampler))
             seeds = self._numbers.seeds(parameter, key, self._sampler)
             uniforms = [] if is_sign else self._numbers.seeds(parameter, keys.rounding, _UNIFORM)
-            blocks += [_Block(*of) for of in zip_longest(pieces, seeds, uniforms)]
+            blocks += [_Block(*of) for of in zip_longest(chunks, seeds, uniforms)]
         if is_sign and self._device.type == "cpu":
-            jobs += [partial(self._fill_signs, block.piece, block.seed) for block in blocks]
+            jobs += [partial(self._fill_signs, block.chunk, block.seed) for block in blocks]
             blocks = []
 
         def fill(share: range) -> None:
@@ -282,7 +282,7 @@ class RoundedSampler:
         most = ROUNDED_AT_ONCE if on_cpu else self._numbers.block_elements(self._sampler)
         batch: list[_Block] = []
         for block in blocks:
-            if batch and sum(each.piece.numel() for each in (*batch, block)) > most:
+            if batch and sum(each.chunk.numel() for each in (*batch, block)) > most:
                 yield batch
                 batch = []
             batch.append(block)
@@ -295,7 +295,7 @@ class RoundedSampler:
         Sampling threads make random numbers alone: passes are shared among torch's threads, since those of Python's hand the
         interpreter to each other between any two passes, which takes longer than short ones.
         """
-        sizes = [block.piece.numel() for block in blocks]
+        sizes = [block.chunk.numel() for block in blocks]
         total, on_cpu = sum(sizes), self._device.type == "cpu"
         numbers, uniforms = torch.empty((2, total), dtype=torch.float32, device=self._device)
         parts = list(zip(blocks, numbers.split(sizes), uniforms.split(sizes), strict=True))
@@ -317,23 +317,23 @@ class RoundedSampler:
             end = begin + sum(of_here)
             levels = self._levels(numbers[begin:end], uniforms[begin:end]).split(of_here)
             begin = end
-            if tensors := [block.piece for block in here if isinstance(block.piece, Tensor)]:
+            if tensors := [block.chunk for block in here if isinstance(block.chunk, Tensor)]:
                 torch._foreach_copy_(tensors, list(levels))
                 continue
             for block, level in zip(here, levels, strict=True):
-                block.piece[:] = level
+                block.chunk[:] = level
 
-    def _fill_signs(self, piece: QValues, seed: int, generator: Generator) -> None:
+    def _fill_signs(self, chunk: QValues, seed: int, generator: Generator) -> None:
         """Fill a block with signs on a CPU, whose generator goes on from part to part, in parts that stay in cache."""
         generator.manual_seed(seed)
         whole = 0
-        if isinstance(piece, Tensor) and piece.storage_offset() % _EIGHT == 0:
-            whole = piece.numel() // RAW_BITS * RAW_BITS
-            for part in piece[:whole].split(_SIGNS_AT_ONCE) if whole else ():
+        if isinstance(chunk, Tensor) and chunk.storage_offset() % _EIGHT == 0:
+            whole = chunk.numel() // RAW_BITS * RAW_BITS
+            for part in chunk[:whole].split(_SIGNS_AT_ONCE) if whole else ():
                 self._sign_qvalues(raw_signs(part.numel(), generator), out=part.view(torch.int64))
-        for begin in range(whole, piece.numel(), _ALONE_SIGNS):
-            end = min(begin + _ALONE_SIGNS, piece.numel())
-            piece[begin:end] = self._sign_qvalues(raw_signs(end - begin, generator))[: end - begin]
+        for begin in range(whole, chunk.numel(), _ALONE_SIGNS):
+            end = min(begin + _ALONE_SIGNS, chunk.numel())
+            chunk[begin:end] = self._sign_qvalues(raw_signs(end - begin, generator))[: end - begin]
 
     def _sign_qvalues(self, raw: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the quantized values of the signs that :class:`Rademacher` makes of random numbers on a CPU.
@@ -384,11 +384,11 @@ class RoundedSampler:
         """Fill flat `views`, int8 or packed, in sequence: from a generator, or again from its states. Return the states at the marks."""
 
         def take(tensor: int, begin: int, numbers: Tensor) -> None:
-            for piece in numbers.split(at_once):
-                end, uniforms = begin + piece.numel(), None
+            for chunk in numbers.split(at_once):
+                end, uniforms = begin + chunk.numel(), None
                 if not self._sampler.distribution.is_sign:
                     uniforms = self._uniforms.between(begin, end, parameters[tensor], keys.rounding)
-                views[tensor][begin:end] = self._levels(piece, uniforms)
+                views[tensor][begin:end] = self._levels(chunk, uniforms)
                 begin = end
 
         at_once = PASSED_ELEMENTS if self._device.type == "cpu" else ROUNDED_AT_ONCE

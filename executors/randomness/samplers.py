@@ -32,9 +32,9 @@ class DistributionSampler(ABC):
     def fill_scaled(self, out: Tensor, generator: Generator, factor: float) -> None:
         """Fill `out` with the generator's next numbers times `factor`, rounded once more."""
         self.fill(out, generator)
-        # On a CPU in pieces that torch does not share among threads: draw threads call this.
-        for piece in out.view(-1).split(_ALONE_ELEMENTS if out.device.type == "cpu" else max(1, out.numel())):
-            piece.mul_(factor)
+        # On a CPU in chunks that torch does not share among threads: draw threads call this.
+        for chunk in out.view(-1).split(_ALONE_ELEMENTS if out.device.type == "cpu" else max(1, out.numel())):
+            chunk.mul_(factor)
 
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
         """Leave `generator` as drawing a tensor of `numel` elements in the format of `like` would."""

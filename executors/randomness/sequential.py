@@ -27,7 +27,7 @@ _CHEAP_ELEMENTS = 1 << 19
 _LONGEST_GRANULE = 64
 
 Take = Callable[[int, int, Tensor], None]
-"""Takes a tensor's position in a group, the first element of a piece of it, and the numbers drawn for that piece."""
+"""Takes a tensor's position in a group, the first element of a chunk of it, and the numbers drawn for that chunk."""
 
 
 class SequentialSampler:
@@ -90,12 +90,12 @@ class SequentialSampler:
         self._threads.run([partial(self._from, share, like, states, consume) for share in shares])
 
     def feed(self, take: Take, like: Tensor, generator: Generator) -> list[Tensor]:
-        """Hand every number on, piece by piece, advance `generator`, and return its states at the marks.
+        """Hand every number on, chunk by chunk, advance `generator`, and return its states at the marks.
 
         Parameters
         ----------
         take : callable
-            Given a tensor's place, the first element of a piece of it, and the numbers of that piece.
+            Given a tensor's place, the first element of a chunk of it, and the numbers of that chunk.
         like : torch.Tensor
             In whose format, and where, numbers are drawn.
         generator : torch.Generator
@@ -156,7 +156,7 @@ class SequentialSampler:
             states.append(generator.get_state())
             for span in spans:
                 for low, high in _chunks(span.end - span.begin, most):
-                    if batch and sum(piece.numbers.numel() for piece in batch) + high - low > most:
+                    if batch and sum(chunk.numbers.numel() for chunk in batch) + high - low > most:
                         yield batch
                         batch = []
                     numbers = torch.empty(high - low, dtype=like.dtype, device=like.device)
@@ -286,7 +286,7 @@ class _Sampled(NamedTuple):
 
 
 def _spans(numels: Sequence[int], granularity: int, num_marks: int) -> Iterator[list[_Elements]]:
-    """Yield the spans between two marks, tensor by tensor; every piece of a tensor can be drawn apart."""
+    """Yield the spans between two marks, tensor by tensor; every chunk of a tensor can be drawn apart."""
     target = -(-sum(numels) // num_marks)
     spans: list[_Elements] = []
     left = target
@@ -366,7 +366,7 @@ def rows_between(wanted: Sequence[int], width: int, begin: int, end: int) -> tup
 def _kept_spans(
     rows: Sequence[int], width: int, begin: int, end: int, sampler: DistributionSampler
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield (begin, end, kept) of one draw in pieces that can be drawn apart; without rows to keep, in one."""
+    """Yield (begin, end, kept) of one draw in chunks that can be drawn apart; without rows to keep, in one."""
     if rows and (width % sampler.distribution.granularity or not sampler.distribution.is_single_threaded):
         most = _HELD_ELEMENTS if sampler.distribution.is_single_threaded else _CHEAP_ELEMENTS
         yield from ((begin + low, begin + high, True) for low, high in _chunks(end - begin, most))
@@ -396,7 +396,7 @@ def skip_tensors(
 
 
 def _chunks(numel: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of pieces that are drawn one after the other and together equal one draw."""
+    """Yield (begin, end) of chunks that are drawn one after the other and together equal one draw."""
     begin = 0
     while begin < numel:
         length = min(most, numel - begin)

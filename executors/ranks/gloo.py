@@ -32,7 +32,7 @@ _SECRET_KEY, _SECRET_BYTES = "zosim/secret", 32
 _UNAUTHENTICATED_HINT = "look at that rank's process; if it has not ended, another process has connected to a port of this run (SECURITY.md)"
 
 DOUBLING_BYTES = 1 << 16
-"""Of a whole up to which :func:`doubling_all_gather` is faster; beyond, a ring moves the same bytes in pieces that links
+"""Of a whole up to which :func:`doubling_all_gather` is faster; beyond, a ring moves the same bytes in chunks that links
 carry at once."""
 
 _NUM_THREADS = 2

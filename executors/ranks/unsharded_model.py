@@ -105,7 +105,7 @@ class UnshardedModel:
         else:
             held = [
                 tensor.stored_in(
-                    torch.empty(shape, dtype=dtype) for shape, dtype in tensor.pieces(self._storage).values()
+                    torch.empty(shape, dtype=dtype) for shape, dtype in tensor.arrays(self._storage).values()
                 )
                 for tensor in tensors
             ]

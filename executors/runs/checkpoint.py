@@ -43,7 +43,7 @@ class Checkpoint:
             held = set(file.keys())
             for tensor in stored_parameters(model):
                 if tensor.name in held:  # mapped from the file until it moves into a buffer
-                    names = [tensor.name + suffix for suffix in tensor.pieces(tensor.values.dtype)]
+                    names = [tensor.name + suffix for suffix in tensor.arrays(tensor.values.dtype)]
                     tensor.hold(tensor.stored_in(map(file.get_tensor, names)))
 
 
@@ -123,17 +123,17 @@ def _digest(file: Any, model: nn.Module, path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in filter(is_tuned, stored_parameters(model)):
         # Numbers are in the run's format, which the model need not have been given yet.
-        pieces = tensor.pieces(tensor.values.dtype)
-        # Of a parameter in several pieces each has a format of its own.
-        for suffix, (shape, dtype) in pieces.items():
+        arrays = tensor.arrays(tensor.values.dtype)
+        # Of a parameter in several arrays each has a format of its own.
+        for suffix, (shape, dtype) in arrays.items():
             name = tensor.name + suffix
             if name not in held:
                 raise RunError(f"checkpoint {path} lacks {name}")
-            piece: Tensor = file.get_tensor(name)
-            if tuple(piece.shape) != tuple(shape) or (len(pieces) > 1 and dtype != piece.dtype):
-                shapes = f"{tuple(piece.shape)}, the model's is {tuple(shape)}"
+            array: Tensor = file.get_tensor(name)
+            if tuple(array.shape) != tuple(shape) or (len(arrays) > 1 and dtype != array.dtype):
+                shapes = f"{tuple(array.shape)}, the model's is {tuple(shape)}"
                 raise RunError(f"checkpoint {path}: {name} has shape {shapes}")
-            update_digest(digest, name, piece)
+            update_digest(digest, name, array)
     return digest.hexdigest()
 
 

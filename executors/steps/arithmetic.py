@@ -28,7 +28,7 @@ from executors.low_bits.packed import QValues
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Elements of all temporaries of a pass together. On a CPU these stay in a shared cache, and each operation is long
-against what it takes to call it and to gather torch's threads for it; on a GPU the piece bounds them."""
+against what it takes to call it and to gather torch's threads for it; on a GPU the chunk bounds them."""
 
 _LAUNCHED_ALONE_ELEMENTS = 1 << 22
 """Elements of which an accelerator's pass takes longer than to launch it: smaller tensors share kernels."""
@@ -126,10 +126,10 @@ class ParamPass:
         factor = gradient.factor(theta.dtype) if isinstance(gradient, DeviceScalar) else gradient
 
         def write(begin: int, end: int, product: Tensor, *decay: Tensor) -> None:
-            piece = theta[begin:end]
+            chunk = theta[begin:end]
             _multiplied(z[begin:end], factor, product)
             if weight_decay and decaying is None:
-                torch.mul(piece, weight_decay, out=decay[0])
+                torch.mul(chunk, weight_decay, out=decay[0])
                 product.add_(decay[0])
             elif weight_decay and decaying is not None:
                 parts = [
@@ -138,10 +138,10 @@ class ParamPass:
                     if first < end and begin < last
                 ]
                 if parts:
-                    decays = torch._foreach_mul([piece[first:last] for first, last in parts], weight_decay)
+                    decays = torch._foreach_mul([chunk[first:last] for first, last in parts], weight_decay)
                     torch._foreach_add_([product[first:last] for first, last in parts], decays)
             product.mul_(learning_rate)
-            piece.sub_(product)
+            chunk.sub_(product)
 
         self._in_chunks(theta, write, num_temporaries=2 if weight_decay else 1)
 

@@ -61,8 +61,8 @@ class ParamSection:
 
     def stored_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that a program reserves for the section as it is stored, its numbers in this format."""
-        pieces = (piece for tensor in self.tensors for piece in tensor.pieces(dtype).values())
-        sizes = [prod(shape) * kind.itemsize for shape, kind in pieces]
+        arrays = (array for tensor in self.tensors for array in tensor.arrays(dtype).values())
+        sizes = [prod(shape) * kind.itemsize for shape, kind in arrays]
         return aligned(sum(sizes) + len(sizes) * (self.alignment_bytes - 1), self.alignment_bytes)
 
     @property
@@ -364,7 +364,7 @@ def _placed(memory: Tensor, section: ParamSection, dtype: str) -> PlacedSection:
 
     number_dtype = TORCH_DTYPES[dtype]
     held = tuple(
-        tensor.stored_in([taken(*of) for of in tensor.pieces(number_dtype).values()])
+        tensor.stored_in([taken(*of) for of in tensor.arrays(number_dtype).values()])
         for tensor in section.tensors
     )
     views = tuple(next(iter(one.dump().values())) for one in held)

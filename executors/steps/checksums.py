@@ -27,7 +27,7 @@ _FACTOR = 6364136223846793005
 _FEW = 1 << 14
 """Words of a checksum that have a weight each."""
 _COLUMNS, _ROWS = 256, 512
-"""Of the rectangle that more words are laid out in, and of the piece of it that is read at a time: 1 MiB."""
+"""Of the rectangle that more words are laid out in, and of the chunk of it that is read at a time: 1 MiB."""
 
 _NEVER = torch.iinfo(torch.int64).max
 
@@ -229,9 +229,9 @@ def _weighted(words: Tensor, kept: Kept) -> Tensor:
     if num <= _FEW:
         return _dot(words, _weights(num, device, kept))
     rows = words[: num // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-    # Of a CPU, both sums read a piece from its cache, one after the other.
-    pieces = rows.split(_ROWS) if device.type == "cpu" else (rows,)
-    sums = [(piece.sum(0), piece.sum(1)) for piece in pieces]
+    # Of a CPU, both sums read a chunk from its cache, one after the other.
+    chunks = rows.split(_ROWS) if device.type == "cpu" else (rows,)
+    sums = [(chunk.sum(0), chunk.sum(1)) for chunk in chunks]
     of_columns = sums[0][0] if len(sums) == 1 else torch.stack([each for each, _ in sums]).sum(0)
     of_rows = sums[0][1] if len(sums) == 1 else torch.cat([each for _, each in sums])
     total = _dot(of_columns, _weights(_COLUMNS, device, kept))

@@ -35,7 +35,7 @@ def micro_batches(
     position_chunks = [None] * count if positions is None else positions.chunk(count)
     parts = []
     for i in range(count):
-        tensors = {name: pieces[i] for name, pieces in chunks.items()}
+        tensors = {name: tensor_chunks[i] for name, tensor_chunks in chunks.items()}
         # The first label is not asked for: nothing predicts it.
         num_labels = int((tensors["labels"][:, 1:] != IGNORED_LABEL).sum())
         num_averaged = num_sequences // count if is_of_texts else num_labels

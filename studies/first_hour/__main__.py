@@ -38,7 +38,7 @@ def main(
     from studies.first_hour.parts import parts_of
     from studies.first_hour.report import write
     from studies.first_hour.setting import Setting
-    from studies.pieces import MORE_TO_DO
+    from studies.kept_results import MORE_TO_DO
     from topology.errors import ZosimError
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from studies.first_hour.parts import Part, parts_of
 from studies.first_hour.setting import Content, Setting
-from studies.pieces import Pieces
+from studies.kept_results import KeptResults
 from topology.errors import ZosimError
 from topology.reading import read_json_object
 
@@ -34,12 +34,12 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
     say : callable
         Called with a line about each part that is done.
     """
-    pieces = Pieces(setting.folder)
+    kept_results = KeptResults(setting.folder)
     began, is_first = time.monotonic(), True
     for part in parts_of(setting):
         start = time.monotonic()
         left_s = stop_after_s - (start - began)
-        known = pieces.known(part.name)
+        known = kept_results.known(part.name)
         if known is not None and not _deserves_more(known, left_s):
             continue
         content = run(part, left_s) if left_s > 0 else None
@@ -49,7 +49,7 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
             return False
         is_first = False
         seconds = time.monotonic() - start
-        kept = pieces.keep(part.name, {"seconds": round(seconds, 1), **content})
+        kept = kept_results.keep(part.name, {"seconds": round(seconds, 1), **content})
         say(f"{part.title}: {_verdict(kept)}, {seconds:.0f} s")
     return True
 
@@ -65,8 +65,8 @@ def _deserves_more(kept: Content, left_s: float) -> bool:
 
 def contents_of(setting: Setting) -> dict[str, Content]:
     """Return what was found, by part, as far as it was done, in the order of the parts."""
-    pieces = Pieces(setting.folder)
-    found = {part.name: pieces.known(part.name) for part in parts_of(setting)}
+    kept_results = KeptResults(setting.folder)
+    found = {part.name: kept_results.known(part.name) for part in parts_of(setting)}
     return {name: content for name, content in found.items() if content is not None}
 
 
@@ -181,11 +181,11 @@ def take_over(setting: Setting, report: Path) -> None:
         If it cannot be read.
     """
     found = read_json_object(report, "a first hour's report", ZosimError, hint="name its JSON file")
-    pieces = Pieces(setting.folder)
+    kept_results = KeptResults(setting.folder)
     for part in parts_of(setting):
         content = found.get(part.name)
-        if isinstance(content, dict) and pieces.known(part.name) is None:
-            pieces.keep(part.name, content)
+        if isinstance(content, dict) and kept_results.known(part.name) is None:
+            kept_results.keep(part.name, content)
     profile = found.get("calibration", {}).get("profile")
     if isinstance(profile, dict) and not setting.kept_profile.exists():
         _write(setting.kept_profile, profile)

@@ -38,9 +38,9 @@ def main(
 ) -> None:
     """Calibrate this machine, predict and run cases that the calibration has not seen, and report the errors.
 
-    In pieces: with --folder and --stop-after-s it ends with exit status 75 while there is more to do.
+    In steps: with --folder and --stop-after-s it ends with exit status 75 while there is more to do.
     """
-    from studies.pieces import MORE_TO_DO, OutOfTimeError, Pieces
+    from studies.kept_results import MORE_TO_DO, KeptResults, OutOfTimeError
     from studies.prediction.benchmark import run_benchmark, write
     from studies.prediction.report import MEMORY, STEP
     from studies.timed_cases import scored
@@ -64,7 +64,7 @@ def main(
             threads=threads,
             calibration_s=calibration_s,
             command=" ".join(words),
-            pieces=Pieces(folder, stop_after_s, say=say),
+            kept_results=KeptResults(folder, stop_after_s, say=say),
             say=say,
         )
     except OutOfTimeError:

@@ -15,7 +15,7 @@ from costmodel.rates.profile import Profile
 from costmodel.scoring import Row
 from executors.calibration.calibrate import DEFAULT_BUDGET_S
 from executors.calibration.calibrating import calibrated
-from studies.pieces import Content, Pieces
+from studies.kept_results import Content, KeptResults
 from studies.prediction.cases import (
     REPEATED,
     Case,
@@ -46,7 +46,7 @@ def run_benchmark(
     threads: Sequence[int] = (1, 2),
     calibration_s: float = DEFAULT_BUDGET_S,
     command: str = "",
-    pieces: Pieces | None = None,
+    kept_results: KeptResults | None = None,
     say: Say = lambda _: None,
 ) -> Benchmark:
     """Return predictions and measurements of the held-out list, and of the tuning list beside it.
@@ -68,7 +68,7 @@ def run_benchmark(
         Seconds that the calibration of one number of threads measures.
     command : str
         What to type to do it again, for the report.
-    pieces : Pieces, optional
+    kept_results : KeptResults, optional
         Where what is done is kept.
     say : callable
         Told what is being done.
@@ -76,10 +76,10 @@ def run_benchmark(
     Raises
     ------
     OutOfTimeError
-        If `pieces` has no time for the next one.
+        If `kept_results` has no time for the next result.
     """
     topology = detect()
-    run = _BenchmarkRun(topology, topology.of_type("cpu")[0].id, pieces or Pieces(), say)
+    run = _BenchmarkRun(topology, topology.of_type("cpu")[0].id, kept_results or KeptResults(), say)
     for number in threads:
         run.calibrate(number, calibration_s)
     unseen, seen = (
@@ -95,7 +95,7 @@ def run_benchmark(
     return Benchmark(
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         command=command or " ".join(sys.argv),
-        commit=", ".join(sorted(run.pieces.commits)),
+        commit=", ".join(sorted(run.kept_results.commits)),
         is_quantized=is_quantized,
         machine=describe_machine(topology.device_spec(run.device).name),
         held_out=tuple(held_out),
@@ -113,7 +113,7 @@ class _BenchmarkRun:
 
     topology: Topology
     device: str
-    pieces: Pieces
+    kept_results: KeptResults
     say: Say
     profiles: dict[int, Profile] = field(default_factory=dict)
     fits: dict[int, FitReport] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class _BenchmarkRun:
             return content_of_fit(*made)
 
         name = f"calibration-{threads}-{budget_s:g}s"
-        self.profiles[threads], self.fits[threads] = fit_of(self.pieces.of(name, make))
+        self.profiles[threads], self.fits[threads] = fit_of(self.kept_results.of(name, make))
 
     def rows(self, name: str, cases: Sequence[Case]) -> list[PredictedCase]:
         """Return the rows of cases of one process, as many at a time as take turns."""
@@ -158,9 +158,9 @@ class _BenchmarkRun:
             rows = [asdict(row) for row in measured(cases)]
             return {"cases": [case.name for case in cases], "rows": rows}
 
-        # Lists may have grown since a piece was made.
+        # Lists may have grown since a result was made.
         digest = zlib.crc32("; ".join(case.name for case in cases).encode())
-        return case_rows(self.pieces.of(f"{name}-{digest:08x}", make)["rows"])
+        return case_rows(self.kept_results.of(f"{name}-{digest:08x}", make)["rows"])
 
     def _alone(self, cases: Sequence[Case]) -> list[PredictedCase]:
         measured = measure(cases, topology=self.topology.name, device=self.device)

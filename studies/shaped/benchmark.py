@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from costmodel.rates.profile import Profile, load_profile
-from studies.pieces import MORE_TO_DO, Content, OutOfTimeError, Pieces
+from studies.kept_results import MORE_TO_DO, Content, KeptResults, OutOfTimeError
 from studies.prediction.report import describe_machine
 from studies.shaped.cases import NETWORKS, RATES, TWO, HostLayout
 from studies.shaped.links import LinkFigures
@@ -50,23 +50,23 @@ def main(
 ) -> None:
     """Calibrate, measure the cases of every network, predict them, and report.
 
-    In pieces: with --stop-after-s it reports what there is, and ends with exit status 75 while there is more to do.
+    In steps: with --stop-after-s it reports what there is, and ends with exit status 75 while there is more to do.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # As in __main__: a network is not left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    pieces = Pieces(folder, stop_after_s, say=lambda text: print(text, file=sys.stderr))
+    kept_results = KeptResults(folder, stop_after_s, say=lambda text: print(text, file=sys.stderr))
     networks: dict[tuple[str, HostLayout], Content] = {}
     is_done = False
     try:
         with suppress(OutOfTimeError):
-            calibration = pieces.of("calibration", lambda: calibrate_hosts(folder, budget))
+            calibration = kept_results.of("calibration", lambda: calibrate_hosts(folder, budget))
             for rate, layout in product(RATES, NETWORKS):
                 run = partial(measure, rate, layout, folder, cases)
-                networks[rate, layout] = pieces.of(f"{rate}-{layout.name}", run)
+                networks[rate, layout] = kept_results.of(f"{rate}-{layout.name}", run)
             is_done = True
         if networks:
-            print(_report(calibration, networks, ", ".join(sorted(pieces.commits)), out))
+            print(_report(calibration, networks, ", ".join(sorted(kept_results.commits)), out))
     except ZosimError as error:
         print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         raise typer.Exit(2) from None

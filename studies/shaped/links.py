@@ -19,8 +19,8 @@ _BULK_S = 0.5
 """Seconds of the link that the bandwidth is measured with."""
 
 _CHUNK_BYTES = 1 << 18
-_PIECES_S = 0.8
-"""Of the link, in pieces that are gathered one after the other while ranks compute."""
+_CHUNKS_S = 0.8
+"""Of the link, in chunks that are gathered one after the other while ranks compute."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class LinkFigures:
     bandwidth_bytes_per_s : float
         Of a large all_gather: what each rank sends over the seconds.
     core_s_per_byte : float
-        Work that all ranks lose, in seconds of a core, where they gather pieces while they compute and meet, over the bytes
+        Work that all ranks lose, in seconds of a core, where they gather chunks while they compute and meet, over the bytes
         that they send.
     busy_latency_s : float
-        Seconds of such a piece beyond those of its bytes: threads wait for a core's turn.
+        Seconds of such a chunk beyond those of its bytes: threads wait for a core's turn.
     num_cores : float
         Cores' worth of work that all ranks do at once, where they exchange a number every now and then: less than there
         are, for ranks wait for the slowest, and those that share a core for their turns and its caches.
@@ -70,13 +70,13 @@ def _beside_work(ranks: Communicator, bandwidth_bytes_per_s: float, num_cores: f
     """Return what cores lose for a byte, and what a gather waits for beside its bytes, while ranks compute."""
     own = torch.zeros(_CHUNK_BYTES, dtype=torch.uint8)
     sent_bytes = _CHUNK_BYTES * (ranks.world_size - 1)
-    piece_s = sent_bytes / bandwidth_bytes_per_s
+    chunk_s = sent_bytes / bandwidth_bytes_per_s
     gather = _gathering(ranks)
     # Each has measured a bandwidth of its own; that of the first decides.
-    number = int(gather(max(1, round(_PIECES_S / piece_s)))[0])
+    number = int(gather(max(1, round(_CHUNKS_S / chunk_s)))[0])
     lost, taken_s = lost_beside(lambda: _gathers_s(ranks, own, number - 1), gather)
     core_s = max(0.0, lost) * num_cores * taken_s
-    return core_s / (sent_bytes * ranks.world_size * number), max(0.0, taken_s / number - piece_s)
+    return core_s / (sent_bytes * ranks.world_size * number), max(0.0, taken_s / number - chunk_s)
 
 
 def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float]:

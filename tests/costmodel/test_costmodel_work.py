@@ -80,10 +80,10 @@ def test_updates_casts_copies_and_allocations():
     assert update_work(100, weight_decay=True).param_pass_bytes == (3 + 2) * 400
     assert update_work(100, weight_decay=True, arithmetic="literal").param_pass_bytes == (7 + 5) * 400
     # The executor's passes over parameters: z and θ are read and θ is written once, all else stays in scratch memory.
-    pieces = perturb_work(100, arithmetic="pieces")
+    pieces = perturb_work(100, arithmetic="chunked")
     assert (pieces.param_pass_bytes, pieces.scratch_bytes, pieces.num_kernels) == (3 * 400, 2 * 400, 2)
     for weight_decay, passes in ((False, 4), (True, 9)):
-        update = update_work(100, arithmetic="pieces", weight_decay=weight_decay)
+        update = update_work(100, arithmetic="chunked", weight_decay=weight_decay)
         assert (update.param_pass_bytes, update.scratch_bytes) == (3 * 400, passes * 400)
     assert perturb_work(100, dtype="bfloat16", perturbation_dtype="float32").param_pass_bytes == 100 * (
         2 + 4 + 2

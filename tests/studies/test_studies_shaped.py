@@ -336,9 +336,9 @@ def test_a_report_is_made_of_the_networks_that_are_there(tmp_path, monkeypatch):
     steps = [
         {"name": item.name, **case, "before_s": 2e-4, "after_s": 2e-4} for item in cases_of(RATES[0], TWO)[:2]
     ]
-    pieces = benchmark.Pieces(tmp_path)
-    pieces.keep("calibration", {"profile": profile.model_dump(mode="json")})
-    pieces.keep(f"{RATES[0]}-{TWO.name}", {"link": {**link, "num_cores": 2.0}, "cases": steps})
+    kept_results = benchmark.KeptResults(tmp_path)
+    kept_results.keep("calibration", {"profile": profile.model_dump(mode="json")})
+    kept_results.keep(f"{RATES[0]}-{TWO.name}", {"link": {**link, "num_cores": 2.0}, "cases": steps})
     monkeypatch.setattr(benchmark, "NETWORKS", (TWO,))
     with pytest.raises(typer.Exit) as ended:
         benchmark.main(tmp_path, stop_after_s=-1.0, cases="", out=tmp_path / "out", budget=1.0)

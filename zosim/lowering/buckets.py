@@ -49,7 +49,7 @@ def bucket_bytes(
     if num_elements == 0:
         return 0
     # Quantized values, scales and zero points are tensors of their own, each of which is aligned.
-    num_pieces = num_tensors + sum(how.num_pieces - 1 for _, how in matrices)
+    num_arrays = num_tensors + sum(how.num_arrays - 1 for _, how in matrices)
     size = FORMATS[dtype].bytes(num_elements - elements_of(matrices))
     size += sum(how.size_bytes([one]) for one, how in matrices)
-    return aligned(size + num_pieces * (alignment_bytes - 1), alignment_bytes)
+    return aligned(size + num_arrays * (alignment_bytes - 1), alignment_bytes)

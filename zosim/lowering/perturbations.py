@@ -484,7 +484,7 @@ class Perturbations(AxisWriter):
         width = self._rank.model.embed_dim
         num_rows = self._num_rows(table_elements)
         if not self._rank.distribution.has_rows_apart(width):
-            # The whole table is drawn piece by piece, and rows are gathered from each.
+            # The whole table is drawn chunk by chunk, and rows are gathered from each.
             return 0, table_elements, 0
         wanted = min(round(num_rows * width), table_elements)
         return round(num_rows), wanted, table_elements - wanted
@@ -494,7 +494,7 @@ class Perturbations(AxisWriter):
         num_rows = self._num_rows(table_elements)
         num_blocks = _num_touched(max(1.0, table_elements / length), self._rank.num_tokens)
         per_block = num_rows / num_blocks
-        # Rows part a block in as many pieces and one more, the last of which nobody needs.
+        # Rows part a block in as many chunks and one more, the last of which nobody needs.
         to_last = round(min(table_elements, num_blocks * length * per_block / (per_block + 1)))
         if not self._rank.distribution.is_single_threaded:
             return round(num_rows), num_blocks, to_last, 0

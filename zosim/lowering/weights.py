@@ -181,7 +181,7 @@ class EvalPoints(AxisWriter):
                     group.num_trainable,
                     dtype=self._plan.weights.dtype,
                     perturbation_dtype=self._storage.row_format,
-                    arithmetic="fused" if is_fused else "pieces",
+                    arithmetic="fused" if is_fused else "chunked",
                 ),
                 group.num_trainable,
                 SCRATCH_ELEMENTS,
@@ -245,7 +245,7 @@ class EvalPoints(AxisWriter):
             ]
             if sizes:
                 yield Buffer(f"copy.{number}", Space.DEVICE, max(sizes), "copies", dtype)
-        # Passes over a group are made in pieces, so that their temporaries stay small.
+        # Passes over a group are made in chunks, so that their temporaries stay small.
         most = SIGN_SCRATCH_ELEMENTS if self._storage.keeps_signs else SCRATCH_ELEMENTS
         perturbations_bytes = self._perturbations.perturbation_bytes
         pass_bytes = (
@@ -323,10 +323,10 @@ class EvalPoints(AxisWriter):
             dtype=self._plan.weights.dtype,
             perturbation_dtype=self._storage.row_format,
             num_tensors=group.num_trainable_tensors,
-            arithmetic="fused" if self._storage.keeps_signs else "pieces",
+            arithmetic="fused" if self._storage.keeps_signs else "chunked",
             is_watched=self._plan.loses_updates,
         )
-        if self._rank.adds_factors:  # products are made in pieces that stay in cache
+        if self._rank.adds_factors:  # products are made in chunks that stay in cache
             products = self._perturbations.products(group)
             numbers += Work(dtype=numbers.dtype, matmuls=products, num_kernels=len(products))
         numbers = self._storage.with_taking_out(numbers, num_numbers, SCRATCH_ELEMENTS)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from costmodel.formats import FORMATS, DType
+from costmodel.models.components import AttentionImpl
 from costmodel.models.model_spec import ModelSpec
-from costmodel.models.pieces import AttentionImpl
 from costmodel.storage import DenseStorage
 from topology.errors import PlanError
 from topology.limits import Extent

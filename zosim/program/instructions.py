@@ -45,7 +45,7 @@ class Space(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named piece of memory.
+    """A named range of memory.
 
     Attributes
     ----------

@@ -72,7 +72,7 @@ class Forwards:
         return load
 
     def _loaded(self, parts: Sequence[MicroBatch], rows: Tensor | None) -> LoadedBatch:
-        """Return micro-batches on the device, which gets all their tensors in one piece."""
+        """Return micro-batches on the device, which gets all their tensors in one copy."""
         on_host = [tensor for micro_batch in parts for tensor in micro_batch.tensors.values()]
         on_host += [micro_batch.positions for micro_batch in parts if micro_batch.positions is not None]
         on_host += [] if rows is None else [rows]

@@ -169,19 +169,19 @@ class ParamPasses:
                 return
             # On a CPU, or where all is alike: neighbours that are treated alike in one pass each.
             for begin, end, (decays, divisor) in runs:
-                piece, along = theta.flat[begin:end], z.flat[begin:end]
+                chunk, along = theta.flat[begin:end], z.flat[begin:end]
                 if is_sign and not decays:
-                    param_pass.update_signs(piece, along, gradient=gradient, learning_rate=rate)
+                    param_pass.update_signs(chunk, along, gradient=gradient, learning_rate=rate)
                 else:
                     decay = weight_decay if decays else None
                     param_pass.update(
-                        piece, along, gradient=gradient / divisor, learning_rate=rate, weight_decay=decay
+                        chunk, along, gradient=gradient / divisor, learning_rate=rate, weight_decay=decay
                     )
 
         return update
 
     def _update_by_factors(self, instruction: Instruction, op: Update) -> Action:
-        """Return what updates matrices along products of factors, which are made piece by piece."""
+        """Return what updates matrices along products of factors, which are made chunk by chunk."""
         store, group = self._context.store, op.param_group
         weights = only(of_group(group, ParamGroupWeights, instruction.writes), f"write of {group}")
         source_of = location_of(

@@ -102,7 +102,7 @@ def test_what_a_message_costs_is_what_it_and_work_take_longer_together(monkeypat
         time.sleep(0.001)
         time.sleep(waited_s * computes.is_set())
 
-    def piece():
+    def chunk():
         computes.set()
         time.sleep(0.008)
         time.sleep(lost_s * asks.is_set())
@@ -110,7 +110,7 @@ def test_what_a_message_costs_is_what_it_and_work_take_longer_together(monkeypat
         computes.clear()
 
     monkeypatch.setattr(core_contention, "_NUM_MESSAGES", 15)
-    monkeypatch.setattr(core_contention, "_piece", lambda: piece)
+    monkeypatch.setattr(core_contention, "_chunk", lambda: chunk)
 
     def is_measured():
         asks.clear()

@@ -90,7 +90,7 @@ def test_any_one_bit_changes_the_sum(content, bit):
 
 @given(st.sampled_from([64, 4096, 1 << 14, (1 << 14) + 64, (1 << 17) + 320, 3 << 17]), st.data())
 def test_two_words_that_change_places_change_the_sum(num, data):
-    """Of few words, of many in pieces of rows, and of what does not fill a row."""
+    """Of few words, of many in chunks of rows, and of what does not fill a row."""
     words = torch.randint(-(2**63), 2**63 - 1, (num,), generator=torch.Generator().manual_seed(num))
     near = [0, 1, min(255, num - 1), min(256, num - 1), num // 2, num - 1]
     places = st.sampled_from(near) | st.integers(0, num - 1)

@@ -21,7 +21,7 @@ from studies.first_hour.hour import contents_of, in_this_process, spend
 from studies.first_hour.parts import parts_of
 from studies.first_hour.report import write
 from studies.first_hour.setting import Content, Processes, Setting
-from studies.pieces import MORE_TO_DO
+from studies.kept_results import MORE_TO_DO
 from tests.support.simulated_cuda import simulated
 from tests.support.simulated_cuda.device import Finding
 from zosim import cli

@@ -1,4 +1,4 @@
-"""A study in pieces: what is done is kept in a folder, a file each, so that it can be stopped and gone on with."""
+"""Results of a study, kept in a folder, a file each, so that it can be stopped and continued."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class OutOfTimeError(Exception):
     """The time for one go is over; what is done has been kept."""
 
 
-class Pieces:
+class KeptResults:
     """What has been done so far.
 
     Parameters
     ----------
     folder : path, optional
-        Where pieces are kept, one file each; without one they are all made anew.
+        Where results are kept, one file each; without one they are all made anew.
     stop_after_s : float
-        No piece is begun once so much time has passed.
+        No result is begun once so much time has passed.
     say : callable
-        Told of each piece that is begun.
+        Told of each result that is begun.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Pieces:
             folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, name: str, make: Callable[[], Content]) -> Content:
-        """Return a piece: what a file holds already, or what `make` returns, which is then kept.
+        """Return a result: what a file holds already, or what `make` returns, which is then kept.
 
         Raises
         ------
         OutOfTimeError
             If it is still to be made and there is no time.
         ZosimError
-            If the file is no such piece.
+            If the file is no such result.
         """
         content = self.known(name)
         if content is None:
@@ -72,28 +72,28 @@ class Pieces:
         return content
 
     def row(self, case: str, make: Callable[[], Row]) -> Row:
-        """Return the row of a case, as :meth:`of` returns a piece; the piece is called after the case."""
+        """Return the row of a case, as :meth:`of` returns a result; the result is called after the case."""
         name = f"{re.sub('[^a-z0-9]+', '-', case.lower())}-{zlib.crc32(case.encode()):08x}"
         return Row(**self.of(name, lambda: {"row": asdict(make())})["row"])
 
     def known(self, name: str) -> Content | None:
-        """Return a piece that has been done, None if it has not.
+        """Return a result that has been done, None if it has not.
 
         Raises
         ------
         ZosimError
-            If the file is no such piece.
+            If the file is no such result.
         """
         if self.folder is None or not (path := self.folder / f"{name}.json").exists():
             return None
         hint = "delete it to make it again"
-        content: Content = read_json_object(path, "piece of a study", ZosimError, hint=hint)
+        content: Content = read_json_object(path, "result of a study", ZosimError, hint=hint)
         if "commit" not in content:
             raise ZosimError(f"{path} is not part of a study: it names no commit", hint=hint)
         return content
 
     def keep(self, name: str, content: Content) -> Content:
-        """Keep a piece with the commit that made it, and return it as it will be read."""
+        """Keep a result with the commit that made it, and return it as it will be read."""
         text = json.dumps({"commit": commit(), **content}, indent=1) + "\n"
         if self.folder is not None:
             partial = self.folder / f"{name}.writing"

@@ -1,4 +1,4 @@
-"""Pieces that segments are made of, kernel by kernel: lookups, norms, attention."""
+"""Components of segments, kernel by kernel: lookups, norms, attention."""
 
 from __future__ import annotations
 

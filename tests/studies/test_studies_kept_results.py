@@ -1,4 +1,4 @@
-"""The prediction benchmark in pieces and in turns: what is kept, what is made again, and who waits for whom."""
+"""The prediction benchmark step by step and in turns: what is kept, what is made again, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from costmodel.devices.datasheet import datasheet_profile
 from costmodel.rates.calibration import FitReport
 from costmodel.scoring import Row
-from studies.pieces import OutOfTimeError, Pieces
+from studies.kept_results import KeptResults, OutOfTimeError
 from studies.prediction.benchmark import content_of_fit, fit_of
 from studies.prediction.predicting import Choice, PredictedCase, case_rows
 from studies.prediction.turns import Baton
@@ -41,8 +41,8 @@ def test_what_is_done_is_not_done_again(tmp_path):
         made.append(1)
         return {"rows": [asdict(row("a", 1.5))]}
 
-    first = Pieces(tmp_path).of("one", make)
-    again = Pieces(tmp_path, stop_after_s=-1.0)
+    first = KeptResults(tmp_path).of("one", make)
+    again = KeptResults(tmp_path, stop_after_s=-1.0)
     assert again.of("one", make) == first
     assert made == [1]
     assert case_rows(first["rows"]) == [row("a", 1.5)]
@@ -50,7 +50,7 @@ def test_what_is_done_is_not_done_again(tmp_path):
         again.of("two", make)
     assert made == [1]
     assert again.commits == {first["commit"]}
-    Pieces().of("one", make)
+    KeptResults().of("one", make)
     assert made == [1, 1]
 
 
@@ -64,24 +64,24 @@ def test_a_row_is_measured_once_and_cases_are_told_apart(tmp_path):
     cases = ("opt, 2 x 8", "opt 2 x 8")
     rows = [Row(case, "step_s", 0.1 + k, 1.0, 0.9, None, "a group") for k, case in enumerate(cases)]
     for _ in range(2):
-        pieces = Pieces(tmp_path)
-        assert [pieces.row(row.case, partial(measured, row)) for row in rows] == rows
+        kept_results = KeptResults(tmp_path)
+        assert [kept_results.row(row.case, partial(measured, row)) for row in rows] == rows
     assert made == list(cases)
 
 
 def test_a_spoilt_piece_is_named(tmp_path):
     (tmp_path / "one.json").write_text('{"rows": []')
-    with pytest.raises(ZosimError, match=r"one\.json is not a piece of a study"):
-        Pieces(tmp_path).of("one", dict)
+    with pytest.raises(ZosimError, match=r"one\.json is not a result of a study"):
+        KeptResults(tmp_path).of("one", dict)
 
 
 def test_a_calibration_is_kept_whole(tmp_path):
     profile = datasheet_profile(load_preset("cpu-laptop"), "cpu0", num_threads=2)
     residuals = (Row("matmul", "seconds", 1.0, 1.1), Row("copy", "seconds", 2.0, 2.5, flag="beside others"))
     report = FitReport(residuals, ("dispatch_s",), {"gather_s": "unknown"}, 3.0, residuals[:1])
-    kept = Pieces(tmp_path).of("calibration", lambda: content_of_fit(profile, report))
+    kept = KeptResults(tmp_path).of("calibration", lambda: content_of_fit(profile, report))
     assert fit_of(kept) == (profile, report)
-    assert fit_of(Pieces(tmp_path).of("calibration", dict)) == (profile, report)
+    assert fit_of(KeptResults(tmp_path).of("calibration", dict)) == (profile, report)
 
 
 def test_two_parties_take_turns(tmp_path):
