@@ -580,7 +580,7 @@ class SuspendedModel(UnsplitModel):
             with host_mirrors(self.device, batch, cache.host):
                 return self._run_model(batch, **more)
 
-        return SuspendedForward(self._stand_ins, forward, self.device)
+        return SuspendedForward(self._block_stand_ins, forward, self.device)
 
     def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
         """Run block `index`, unless the forward leaves it out, and return the forward."""
@@ -600,8 +600,8 @@ class SuspendedModel(UnsplitModel):
         batch = self._few_tokens()
         try:
             with torch.no_grad():
-                self._stand_ins = BlockStandIns(self.model)
-                self.blocks = self._stand_ins.blocks
+                self._block_stand_ins = BlockStandIns(self.model)
+                self.blocks = self._block_stand_ins.blocks
                 self.segments = segments_of(len(self.blocks), ())
                 reads, whole = self._reads_of_forward(batch)
                 segments = self._read_segments(reads)

@@ -322,7 +322,7 @@ CHECKS: Checks = {
         Fault(
             "an efficiency that has no limit",
             "costmodel.estimate:_efficiency",
-            lambda shipped, part, *rest: part.m * shipped(part, *rest),
+            lambda shipped, op, *rest: op.m * shipped(op, *rest),
         ),
         Fault(
             "passes of which the cache holds more than there is",
