@@ -85,6 +85,7 @@ LEFT_OUT = {
     "placement.topology": "a name",
     "placement.devices": "one for each rank",
     "placement.hosts": "the ranks of a case are threads of one process",
+    "mesh.num_sequences": "the parts of its sums are those of no other plan: test_executors_sharing_out",
     "split.densities": "for predictions",
     "forward.num_new_tokens": "text that is generated has no loss to compare: test_executors_rewards",
     "forward.num_labels": "for predictions",

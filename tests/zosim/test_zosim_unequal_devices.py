@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from costmodel import read_model_spec
 from topology import Topology, load_preset
 from topology.documents import catalogue
 from topology.schema import Link, Node
-from zosim.config import PlanConfig
+from zosim.config import PlanConfig, Search
 from zosim.planning.planner import choose
 from zosim.planning.request import Hardware, Request
 from zosim.planning.split_options import SplitOptions
@@ -111,3 +113,21 @@ def test_a_device_that_is_named_comes_first():
     named = Hardware.of(topology, topology.name, device="host0/gpu1")
     assert next(iter(named.device_choice.selections()))["host0/host0"][0] == "host0/gpu1"
     assert Hardware.of(topology, topology.name).device == "host1/gpu0"
+
+
+def test_shares_of_a_batch_follow_the_speed_of_devices():
+    """No other shares of two kinds of cards are faster, and even ones take almost twice as long."""
+    topology = cluster("a100-80gb-pcie", "rtx3090")
+    search = Search(method="ddp", ranks=4)
+    decision = chosen(topology, "opt-1.3b", 4, batch=12, seq=512, search=search)
+    fast, slow = 5, 1
+    assert decision.plan.mesh.num_sequences == (fast, fast, slow, slow)
+
+    def seconds(shares):
+        mesh = Mesh(data=4, num_sequences=shares)
+        return replace(
+            decision.chosen.planned, plan=decision.plan.model_copy(update={"mesh": mesh})
+        ).step_time_s
+
+    assert seconds(None) > 1.9 * decision.chosen.seconds
+    assert min(map(seconds, ((4, 4, 2, 2), (5, 4, 2, 1), (6, 4, 1, 1)))) > decision.chosen.seconds

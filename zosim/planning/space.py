@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 from typing import Literal, get_args
 
 from costmodel.models.model_spec import ModelSpec
@@ -68,9 +68,10 @@ def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterato
             if mesh.stage > 1:
                 ranking = Ranking(pipeline_of(request, mesh, placement, costs), request.split_options, costs)
                 yield from split_shapes(request, mesh, placement, ranking)
-            else:
-                least_s = _forwards_s(request, costs, mesh, placement) if is_bounded else 0.0
-                yield PlanShape(mesh, placement, request.config.spec, Split(), least_s)
+                continue
+            for shared_out in (mesh, *_in_proportion(request, costs, mesh, placement)):
+                least_s = _forwards_s(request, costs, shared_out, placement) if is_bounded else 0.0
+                yield PlanShape(shared_out, placement, request.config.spec, Split(), least_s)
 
 
 def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[PlanShape]:
@@ -89,16 +90,61 @@ def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ra
 
 def _forwards_s(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> float:
     """Return the seconds of the forwards of the fullest rank, on the fastest of the devices."""
+    pipelines = _on_each_kind(request, costs, mesh, placement).values()
+    return min(each.num_eval_points * float(costs.seconds(each).forward.sum()) for each in pipelines)
+
+
+def _on_each_kind(
+    request: Request, costs: Costs, mesh: Mesh, placement: Placement
+) -> dict[str, PlacedPipeline]:
+    """Return the fullest rank of a mesh on one device of each kind, by the name of the kind."""
     topology = request.hardware.topology
     firsts = {topology.device_spec(device).id: device for device in reversed(placement.devices)}
-    least_s = inf
     for device in firsts.values():
         if device not in costs.alone:
             one = Placement(topology=placement.topology, devices=(device,))
             costs.alone[device] = pipeline_of(request, mesh, one, costs)
-        pipeline = replace(costs.alone[device], mesh=mesh)
-        least_s = min(least_s, pipeline.num_eval_points * float(costs.seconds(pipeline).forward.sum()))
-    return least_s
+    return {kind: replace(costs.alone[device], mesh=mesh) for kind, device in firsts.items()}
+
+
+def _in_proportion(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> Iterator[Mesh]:
+    """Yield a mesh with shares of the batch in proportion to the speed of devices, where these are unlike and the mesh is not named."""
+    topology, batch = request.hardware.topology, request.config.batch
+    kinds = [topology.device_spec(device).id for device in placement.devices]
+    is_named = request.config.given("mesh") is not None
+    if mesh.data == 1 or len(set(kinds)) == 1 or is_named:
+        return
+    line = {
+        kind: _line(costs, each, batch)
+        for kind, each in _on_each_kind(request, costs, mesh, placement).items()
+    }
+    slowest: list[set[tuple[float, float]]] = [set() for _ in range(mesh.data)]
+    for rank, kind in enumerate(kinds):
+        slowest[mesh.coordinates(rank).data].add(line[kind])
+
+    def seconds(shard: int, num_sequences: int) -> float:
+        return max(once_s + num_sequences * each_s for once_s, each_s in slowest[shard])
+
+    shares = [1] * mesh.data
+    # Each next sequence goes where it ends first: no other shares end earlier.
+    for _ in range(batch - mesh.data):
+        shard = min(range(mesh.data), key=lambda number: seconds(number, shares[number] + 1))
+        shares[shard] += 1
+    if tuple(shares) != tuple(len(mesh.rows_of(shard, batch)) for shard in range(mesh.data)):
+        yield mesh.model_copy(update={"num_sequences": tuple(shares)})
+
+
+def _line(costs: Costs, pipeline: PlacedPipeline, batch: int) -> tuple[float, float]:
+    """Return the seconds of a step on one device of a kind without a sequence, and of each sequence, from those of one and of all."""
+
+    def taken(num_sequences: int) -> float:
+        mesh = Mesh(data=2, num_sequences=(num_sequences, 1))
+        found = costs.seconds(replace(pipeline, mesh=mesh))
+        return float(found.once.sum()) + pipeline.num_eval_points * float(found.forward.sum())
+
+    one_s, all_s = taken(1), taken(batch)
+    each_s = (all_s - one_s) / max(1, batch - 1)
+    return one_s - each_s, each_s
 
 
 def check(request: Request) -> None:

@@ -27,7 +27,7 @@ from zosim.eval_points import EvalPoint, eval_points_of_step
 from zosim.plans.estimator import Estimator
 from zosim.plans.forward import ForwardPass
 from zosim.plans.low_bits import LowBits
-from zosim.plans.mesh import Coordinates, Mesh
+from zosim.plans.mesh import Coordinates, Mesh, share
 from zosim.plans.perturbations import Perturbations
 from zosim.plans.placement import Placement
 from zosim.plans.residency import Residency, TransferDType
@@ -200,11 +200,11 @@ class Plan(Axis, Document):
     def eval_points_of(self, rank: int) -> tuple[EvalPoint, ...]:
         """Return the evaluation points that `rank` forwards: neighbours, as evenly as can be."""
         part = self.mesh.coordinates(rank).perturb
-        return tuple(self.eval_points[i] for i in _share(len(self.eval_points), self.mesh.perturb, part))
+        return tuple(self.eval_points[i] for i in share(len(self.eval_points), self.mesh.perturb, part))
 
     def rows_of(self, rank: int) -> range:
-        """Return the sequences of the batch that `rank` forwards: neighbours, as evenly as can be."""
-        return _share(self.batch, self.mesh.data, self.mesh.coordinates(rank).data)
+        """Return the sequences of the batch that `rank` forwards: neighbours, as many as its shard has."""
+        return self.mesh.rows_of(self.mesh.coordinates(rank).data, self.batch)
 
     def segments_of(self, rank: int) -> tuple[str, ...]:
         """Return the segments that `rank` runs, in execution order."""
@@ -376,13 +376,6 @@ def _option(field: re.Match[str]) -> str:
         return field[0]  # no option sets it
     flag = known.setting.flag
     return {None: flag, "True": flag, "False": f"--no-{flag[2:]}"}.get(value, f"{flag} {value}")
-
-
-def _share(count: int, num_shares: int, index: int) -> range:
-    """Return a part of ``range(count)``, the first parts longer by one where they cannot be alike."""
-    each, longer = divmod(count, num_shares)
-    begin = index * each + min(index, longer)
-    return range(begin, begin + each + (index < longer))
 
 
 def _without_usual_formats(data: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,12 @@ Four ranks, two shards of the batch times the two signs of a perturbation; rank 
 >>> mesh.world_size, mesh.shared_by, mesh.coordinates(1)
 (4, '2d', Coordinates(data=0, perturb=1, stage=0))
 
+Shares of the batch that are in proportion to the speed of devices:
+
+>>> mesh = Mesh.parse("data=5:3")
+>>> mesh.data, mesh.rows_of(1, batch=8), mesh.describe()
+(2, range(5, 8), 'data=5:3')
+
 Stages are the innermost: ranks 0 and 1 hold one model between them.
 
 >>> Mesh.parse("data=2,stage=2").pipelines
@@ -23,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import model_validator
 
 from topology.errors import PlanError
-from topology.limits import MAX_RANKS, Ranks, whole_number
+from topology.limits import MAX_RANKS, Extent, Ranks, whole_number
 from topology.validation import did_you_mean
 from zosim.plans.setting import Axis, Conflict, Setting
 
@@ -61,7 +67,7 @@ class Mesh(Axis):
 
     setting: ClassVar[Setting] = Setting(
         "--mesh",
-        "Ranks on each mesh axis, outermost first, such as data=2,perturb=2 or stage=2.",
+        "Ranks on each mesh axis, outermost first, such as data=2,perturb=2 or stage=2; data=5:3 gives two ranks 5 and 3 sequences.",
         planned=True,
     )
 
@@ -69,6 +75,9 @@ class Mesh(Axis):
     perturb: Annotated[Ranks, Setting(help="Set by --mesh.", planned=True)] = 1
     stage: Annotated[Ranks, Setting(help="Set by --mesh.", planned=True)] = 1
     inner: Annotated[Literal["perturb", "data"], Setting(help="Set by --mesh.", planned=True)] = "perturb"
+    num_sequences: Annotated[
+        tuple[Extent, ...] | None, Setting(help="Set by --mesh.", changes="numbers", planned=True)
+    ] = None
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -81,16 +90,22 @@ class Mesh(Axis):
         """
         known = ("data", "perturb", "stage")
         sizes: dict[str, int] = {}
+        num_sequences: tuple[int, ...] | None = None
         for item in text.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
             if name not in known:
                 raise PlanError(f"--mesh {text}: {name!r} is not a mesh axis", hint=did_you_mean(name, known))
             if name in sizes:
                 raise PlanError(f"--mesh {text} names {name} twice", hint="such as data=2,perturb=2")
-            if not (number := whole_number(size)):
+            shares = [whole_number(part) or 0 for part in size.split(":")]
+            if not all(shares) or (len(shares) > 1 and name != "data"):
                 raise PlanError(
                     f"--mesh {text}: {item.strip()!r} has no size for {name}", hint="such as data=2,perturb=2"
                 )
+            if len(shares) > 1:
+                num_sequences, number = tuple(shares), len(shares)
+            else:
+                (number,) = shares
             if number > MAX_RANKS:
                 raise PlanError(f"--mesh {text} has {number} ranks, more than the maximum of {MAX_RANKS}")
             sizes[name] = number
@@ -100,7 +115,9 @@ class Mesh(Axis):
             else "perturb"
         )
         # Every axis is set: a mesh is named as a whole, and one that is laid over another replaces it.
-        return cls.model_validate(dict.fromkeys(known, 1) | sizes | {"inner": inner})
+        return cls.model_validate(
+            dict.fromkeys(known, 1) | sizes | {"inner": inner, "num_sequences": num_sequences}
+        )
 
     def summary(self, plan: Plan) -> Iterator[str]:
         """Yield the mesh axes of `plan` that have more than one rank."""
@@ -133,7 +150,14 @@ class Mesh(Axis):
 
     def most_sequences(self, batch: int) -> int:
         """Return the most sequences of a batch of `batch` that one rank forwards."""
-        return -(-batch // self.data)
+        return len(self.rows_of(0, batch)) if self.num_sequences is None else max(self.num_sequences)
+
+    def rows_of(self, shard: int, batch: int) -> range:
+        """Return the sequences of a batch that are in a shard: neighbours."""
+        if self.num_sequences is None:
+            return share(batch, self.data, shard)
+        begin = sum(self.num_sequences[:shard])
+        return range(begin, begin + self.num_sequences[shard])
 
     def most_eval_points(self, num_eval_points: int) -> int:
         """Return the most of `num_eval_points` evaluation points that one rank forwards."""
@@ -157,7 +181,10 @@ class Mesh(Axis):
     def describe(self) -> str:
         """Return the axes of more than one rank, such as ``data=2,perturb=2``, the outer one first."""
         names = (*(("data", "perturb") if self.inner == "perturb" else ("perturb", "data")), "stage")
-        return ",".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
+        sizes = {name: str(size) for name in names if (size := getattr(self, name)) > 1}
+        if self.num_sequences is not None:
+            sizes["data"] = ":".join(map(str, self.num_sequences))
+        return ",".join(f"{name}={size}" for name, size in sizes.items())
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield what `plan` has too few of for the mesh: devices, sequences, evaluation points or split points."""
@@ -167,6 +194,7 @@ class Mesh(Axis):
                 + str(plan.placement.world_size),
                 "name one device per rank, or change the mesh",
             )
+        yield from self._conflicts_of_shares(plan)
         if self.data > plan.batch:
             yield (
                 (
@@ -191,3 +219,28 @@ class Mesh(Axis):
                 ),
                 "set them with split.split_points",
             )
+
+    def _conflicts_of_shares(self, plan: Plan) -> Iterator[Conflict]:
+        shares = self.num_sequences
+        if shares is None:
+            return
+        named = f"mesh.num_sequences={list(shares)}"
+        if len(shares) != self.data:
+            yield (
+                f"{named} has {len(shares)} shares, but mesh.data={self.data}",
+                "give one for each data shard",
+            )
+        elif self.data == 1:
+            yield f"{named} is a share of the batch, but there is one data shard", "leave it out"
+        if sum(shares) != plan.batch:
+            yield (
+                f"the shares {':'.join(map(str, shares))} of the mesh have {sum(shares)} sequences, but the batch has {plan.batch}",
+                f"use shares that sum to {plan.batch}",
+            )
+
+
+def share(count: int, num_parts: int, part: int) -> range:
+    """Return a part of ``range(count)``, the first parts longer by one where they cannot be alike."""
+    each, longer = divmod(count, num_parts)
+    begin = part * each + min(part, longer)
+    return range(begin, begin + each + (part < longer))

@@ -1,16 +1,23 @@
-"""``zosim run --ranks N``: the planner chooses what mesh so many ranks form."""
+"""``zosim run --ranks N``: the planner chooses what mesh so many ranks form; and what each has of a batch."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from costmodel.models.configs import read_model_spec
+from executors.ranks.mesh import alone
+from executors.runs.session import Session
+from proofs_checks.setups.ranks import on_all_ranks
+from tests.support import tiny
 from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.reference_mezo import LiteralMezo
 from tests.support.requests import request_for
+from tests.support.runs import STEPS, numbers_of, train
 from topology import load_preset
 from topology.errors import PlanError
 from zosim.planning.planner import choose
-from zosim.plans import Plan
+from zosim.plans import Mesh, Placement, Plan
 
 
 def plan_of(num_ranks, **search):
@@ -60,3 +67,56 @@ def test_a_mesh_of_another_number_of_ranks_is_refused(tmp_path, capsys):
     words = ["run", "--model", model, "--data", tmp_path / "data.jsonl", "--out", tmp_path / "out"]
     assert zosim(*words, "--mesh", "data=2", "--ranks", 3) == 2
     assert "--mesh data=2 has 2 ranks, but --ranks is 3" in capsys.readouterr().err
+
+
+def test_unequal_shares_are_the_literal_loop_over_these_parts_of_the_batch():
+    """One sequence is shorter than the others: a mean weighted by ranks, or by sequences, would be another."""
+    model, lines = tiny.model_of("opt"), tiny.batches(3, size=4)
+    plan = tiny.plan_of(model, size=4).model_copy(
+        update={
+            "mesh": Mesh(data=2, num_sequences=(1, 3)),
+            "placement": Placement(topology="test", devices=("cpu0", "cpu0")),
+        }
+    )
+
+    models = [tiny.model_of("opt") for _ in range(2)]
+
+    def rank(number, communicator):
+        options = {"communicator": communicator, "learning_rate": 1e-2, "seed": 5}
+        with Session(plan, models[number], **options) as session:
+            records = [session.step(batch) for batch in lines]
+            return (
+                [list(each.projected_gradients) for each in records],
+                session.digest(),
+                session.state_dict(),
+            )
+
+    found = on_all_ranks(plan, rank)
+    assert found[0][:2] == found[1][:2]
+
+    def loss(batch):
+        parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(1), slice(1, 4))]
+        counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+        sums = [model(**part).loss.double() * count for part, count in zip(parts, counts, strict=True)]
+        return sum(sums) / sum(counts)
+
+    loop = LiteralMezo(model, epsilon=plan.estimator.epsilon, loss=loss)
+    with Session(alone(plan), tiny.model_of("opt"), seed=5) as session:
+        seeds = [session.seeds_of(step) for step in range(len(lines))]
+    literal = [
+        [row[2] for row in loop.step(batch, seed, 1e-2)] for batch, seed in zip(lines, seeds, strict=True)
+    ]
+    assert found[0][0] == literal
+    assert all(torch.equal(found[0][2][name], tensor) for name, tensor in model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_of_unequal_shares_goes_on_with_them(inputs, tmp_path):
+    shares, out = ("--mesh", "data=3:1", "--rng", "counter"), tmp_path / "resumed"
+    assert train(inputs, tmp_path / "whole", *shares) == 0
+    assert train(inputs, out, *shares, "--checkpoint-every", 2, steps=5) == 0
+    assert Plan.load(out / "plan.json").mesh.num_sequences == (3, 1)
+    assert train(inputs, out, "--resume", "--mesh", "data=2", "--steps", STEPS) == 2
+    assert train(inputs, out, "--resume", "--steps", STEPS) == 0
+    assert numbers_of(out) == numbers_of(tmp_path / "whole")
