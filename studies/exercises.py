@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -85,10 +86,16 @@ class Grade:
     passed : bool
     message : str
         What was seen, and where to look if it did not pass.
+    credit : float
+        Share of the cases that were right before the first that was not.
+    curve : tuple of (float, float, float)
+        Position, the solution's value and the reference's, for exercises that draw one.
     """
 
     passed: bool
     message: str
+    credit: float = 0.0
+    curve: tuple[tuple[float, float, float], ...] = ()
 
 
 def function_in(path: Path, name: str) -> Callable[..., Any]:
@@ -123,8 +130,16 @@ def tried(check: Callable[[Callable[..., Any]], Grade], solution: Callable[..., 
         return Grade(False, f"it raised {type(error).__name__}: {error}")
 
 
-def grade(study: str, solution: Path) -> Grade:
+def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
     """Return the verdict on a solution of a study's exercise, tried in a confined process.
+
+    Parameters
+    ----------
+    study : str
+        Its module under ``studies``.
+    solution : path
+    stub : str, optional
+        Folder under ``studies`` whose stub the solution began as, if not the study's.
 
     Raises
     ------
@@ -135,7 +150,7 @@ def grade(study: str, solution: Path) -> Grade:
         raise ZosimError(
             f"there is no Python file {solution}", hint="copy the exercise's stub.py and fill it in"
         )
-    given = _imports(ast.parse((_ROOT / "studies" / study / "stub.py").read_text(encoding="utf-8")))
+    given = _imports(ast.parse((_ROOT / "studies" / (stub or study) / "stub.py").read_text(encoding="utf-8")))
     for line, used in _not_allowed(solution, {(module, name) for _, module, name in given}):
         raise ZosimError(
             f"{solution} line {line} uses {used}, which a solution may not",
@@ -162,7 +177,7 @@ def grade(study: str, solution: Path) -> Grade:
     fields = json.loads(verdict)
     if "error" in fields:
         raise ZosimError(fields["error"], hint=fields["hint"])
-    return Grade(**fields)
+    return Grade(**fields | {"curve": tuple(map(tuple, fields["curve"]))})
 
 
 _VERDICT = "\nverdict: "
@@ -210,11 +225,23 @@ def _confined(study: str, solution: str) -> None:
 
     sys.addaudithook(refuse)
     try:
-        verdict = asdict(tried(exercise.check, function_in(Path(solution), exercise.FUNCTION)))
+        function = function_in(Path(solution), exercise.FUNCTION)
+        verdict = asdict(tried(exercise.check, function)) | {"curve": _curve(exercise, function)}
     except ZosimError as error:
         verdict = {"error": error.message, "hint": error.hint}
     written.write(_VERDICT + json.dumps(verdict))
     written.flush()
+
+
+def _curve(exercise: Any, function: Callable[..., Any]) -> list[tuple[float, float, float]]:
+    """Return what the exercise draws of a solution, as far as that has finite numbers."""
+    if not hasattr(exercise, "curve"):
+        return []
+    try:
+        rows = [(float(x), float(own), float(reference)) for x, own, reference in exercise.curve(function)]
+    except Exception:  # noqa: BLE001 - a student's code may raise anything
+        return []
+    return [row for row in rows if all(map(math.isfinite, row))]
 
 
 def _limit_resources() -> None:

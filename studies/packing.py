@@ -1,11 +1,15 @@
-"""An exercise as a zip: what a student gets, or what an instructor gets besides."""
+"""An exercise or a unit of the course as a zip: what a student gets, or what an instructor gets besides."""
 
 from __future__ import annotations
 
+import json
+import re
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from studies.coursework import Unit
 from topology.errors import ZosimError
 
 Reader = Literal["student", "instructor"]
@@ -15,12 +19,21 @@ _ROOT = Path(__file__).parent
 _SOLUTIONS = _ROOT.parent / "tests" / "support" / "solved"
 # Fixed, so that the same exercise has the same bytes.
 _DATE = (1980, 1, 1, 0, 0, 0)
+_NAME = re.compile(r"\w[\w.@-]*")
 _STUDENT = """Exercise {name}
 
 1. Read page.md; `zosim study {name}` shows it, too.
-2. Copy stub.py to mine.py and fill it in.
-3. zosim study {name} --check mine.py
+2. Copy stub.py to solution.py and fill it in.
+3. zosim study check {name} solution.py
+{rules}"""
+_UNIT_STUDENT = """Unit {name}: {question} About {minutes} minutes, after {needs}.
 
+1. Take a pencil. Answer questions.md, and write the numbers in answers.json. The numbers are yours alone.
+2. Work through lesson.ipynb, or lesson.py, the same as a script.
+3. Copy stub.py to solution.py and fill it in.
+4. zosim study check {name} answers.json solution.py --figure curve.svg
+{rules}"""
+_RULES = """
 A solution imports what stub.py imports, numpy, torch and a few modules of Python. It needs no file, process or network.
 It runs on a laptop without a GPU.
 """
@@ -28,41 +41,89 @@ _INSTRUCTOR = """
 For the instructor
 
 solution.py has a right solution, `right`, and usual mistakes, WRONG, each with a part of the hint that it gets.
-To grade a class, put the submissions in a folder, a file for each student:
+To grade a class, put the submissions in a folder, {submissions}:
 
-    zosim study {name} --check submissions --json > grades.json
+    zosim study check {name} submissions --json > grades.json
 
 Each runs in a process of its own, one after the other, with limits of time and memory, and without sockets and written files.
 This is no prison: grade code of people whom you do not trust in a container.
 """
 
 
-def pack(study: str, reader: Reader, folder: Path) -> Path:
-    """Write an exercise for a reader into a folder and return the zip's path.
+def pack(
+    study: str, unit: Unit | None, reader: Reader, students: Sequence[str], folder: Path
+) -> Iterator[Path]:
+    """Write an exercise into a folder, a zip for each student or one for the instructor, and yield their paths.
 
     Raises
     ------
     ZosimError
-        If the solution is wanted and not there, or the file cannot be written.
+        If a name cannot be that of a folder, the solution is wanted and not there, or a file cannot be written.
     """
-    files = {
-        "README.txt": _STUDENT.format(name=study),
-        "page.md": (_ROOT / study / "page.md").read_text(encoding="utf-8"),
-        "stub.py": (_ROOT / study / "stub.py").read_text(encoding="utf-8"),
-    }
+    for name in students:
+        if not _NAME.fullmatch(name):
+            raise ZosimError(
+                f"{name!r} cannot be the name of a folder", hint="use letters, digits, '.', '-', '_' and '@'"
+            )
+    stub = (_ROOT / (unit.stub if unit else study) / "stub.py").read_text(encoding="utf-8")
+    if unit is None:
+        page = (_ROOT / study / "page.md").read_text(encoding="utf-8")
+        files = {"README.txt": _STUDENT.format(name=study, rules=_RULES), "page.md": page, "stub.py": stub}
+    else:
+        files = _files_of(unit) | {"stub.py": stub}
     if reader == "instructor":
-        solution = _SOLUTIONS / f"{study}.py"
+        solution = _SOLUTIONS / f"{unit.stub if unit else study}.py"
         if not solution.is_file():
             raise ZosimError(
                 f"the solution of {study} is not installed", hint="pack for instructors in a clone of zosim"
             )
-        files["README.txt"] += _INSTRUCTOR.format(name=study)
+        submissions = "a folder for each student" if unit else "a file for each student"
+        files["README.txt"] += _INSTRUCTOR.format(name=study, submissions=submissions)
         files["solution.py"] = solution.read_text(encoding="utf-8")
-    path = folder / f"{study}-{reader}.zip"
+        keys = {f"answers of {name}.json": _key(unit, name) for name in students} if unit else {}
+        yield _write(folder / f"{study}-instructor.zip", study, files | keys)
+    elif unit is None:
+        yield _write(folder / f"{study}-student.zip", study, files)
+    else:
+        for name in students or ["anybody"]:
+            yield _write(folder / f"{study}-{name}.zip", study, files | _own_files(unit, name))
+
+
+def _files_of(unit: Unit) -> dict[str, str]:
+    from studies.coursework.notebook import notebook
+
+    readme = _UNIT_STUDENT.format(
+        name=unit.name,
+        question=unit.question,
+        minutes=unit.minutes,
+        needs=", ".join(unit.needs),
+        rules=_RULES,
+    )
+    return {"README.txt": readme, "lesson.py": unit.lesson, "lesson.ipynb": notebook(unit.lesson)}
+
+
+def _own_files(unit: Unit, student: str) -> dict[str, str]:
+    from studies.coursework.grading import blank_answers
+    from studies.coursework.pencil import TOLERANCE, questions_of
+
+    asked = "\n".join(f"- `{each.key}`, in {each.unit}: {each.text}." for each in questions_of(unit, student))
+    heading = (
+        f"# {unit.question.capitalize()}\n\nNumbers of {student}. Answers may be off by {TOLERANCE:.0%}."
+    )
+    return {"questions.md": f"{heading}\n\n{asked}\n", "answers.json": blank_answers(unit, student)}
+
+
+def _key(unit: Unit, student: str) -> str:
+    from studies.coursework.pencil import questions_of
+
+    return json.dumps({each.key: each.answer for each in questions_of(unit, student)}, indent=2) + "\n"
+
+
+def _write(path: Path, top: str, files: dict[str, str]) -> Path:
     try:
         with zipfile.ZipFile(path, "w") as packed:
             for name, text in files.items():
-                packed.writestr(zipfile.ZipInfo(f"{study}/{name}", _DATE), text, zipfile.ZIP_DEFLATED)
+                packed.writestr(zipfile.ZipInfo(f"{top}/{name}", _DATE), text, zipfile.ZIP_DEFLATED)
     except OSError as error:
         message = f"cannot write {str(path)!r}: {error.strerror}"
         raise ZosimError(message, hint="change to a directory that you may write to") from error

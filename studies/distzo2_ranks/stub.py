@@ -1,4 +1,4 @@
-"""Copy this file, write the function, and try it: ``zosim study distzo2_ranks --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study check distzo2_ranks mine.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy this file, write the function, and try it: ``zosim study proof_against_code --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study check proof_against_code mine.py``."""
 
 from __future__ import annotations
 

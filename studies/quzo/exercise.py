@@ -21,14 +21,11 @@ _SIGMAS = 5.0
 
 def check(rounded: Rounded) -> Grade:
     """Return whether `rounded` rounds at random without bias, and if not, what to look at."""
-    complaint = (
-        _about_shape(rounded)
-        or _about_neighbours(rounded)
-        or _about_the_mean(rounded)
-        or _about_independence(rounded)
-    )
-    if complaint:
-        return Grade(False, complaint)
+    properties = (_about_shape, _about_neighbours, _about_the_mean, _about_independence)
+    for done, complaint_of in enumerate(properties):
+        complaint = complaint_of(rounded)
+        if complaint:
+            return Grade(False, complaint, done / len(properties))
     return Grade(
         True, f"means of {_NUM_ROUNDINGS} roundings are the values, within {_SIGMAS:g} standard errors"
     )

@@ -32,7 +32,11 @@ def check(diagnose: Diagnose) -> Grade:
         rows = rows_of(on_cpu(model, seq=seq), term, times, seed=number)
         complaint = _complaint(diagnose(rows), rows, term, times)
         if complaint:
-            return Grade(False, f"run {number} of {len(_CASES)} ({model}, {seq} tokens): {complaint}")
+            return Grade(
+                False,
+                f"run {number} of {len(_CASES)} ({model}, {seq} tokens): {complaint}",
+                (number - 1) / len(_CASES),
+            )
     return Grade(True, f"{len(_CASES)} wrong constants found, each with its factor")
 
 

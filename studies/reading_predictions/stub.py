@@ -1,4 +1,4 @@
-"""Copy this file, write the function, and try it: ``zosim study reading_predictions --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study check reading_predictions mine.py``."""
 
 from __future__ import annotations
 

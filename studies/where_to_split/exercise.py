@@ -31,11 +31,11 @@ _TOLERANCE = 1e-3
 
 def check(bytes_forward: Bytes) -> Grade:
     """Return whether `bytes_forward` agrees with the programs of several plans, and if not, what to look at."""
-    for case in _CASES:
+    for done, case in enumerate(_CASES):
         answer = bytes_forward(case)
         complaint = _complaint(answer, case)
         if complaint:
-            return Grade(False, f"{_reported(case)}: {complaint}")
+            return Grade(False, f"{_reported(case)}: {complaint}", done / len(_CASES))
     return Grade(True, f"{len(_CASES)} plans send what you say")
 
 

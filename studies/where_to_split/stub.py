@@ -1,4 +1,4 @@
-"""Copy this file, write the function, and try it: ``zosim study where_to_split --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study check where_to_split mine.py``."""
 
 from __future__ import annotations
 

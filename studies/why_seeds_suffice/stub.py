@@ -1,4 +1,4 @@
-"""Copy this file, write the function, and try it: ``zosim study why_seeds_suffice --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study check why_seeds_suffice mine.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy this file, write the function, and try it: ``zosim study zoinfer --check mine.py``."""
+"""Copy this file, write the function, and try it: ``zosim study check zoinfer mine.py``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,108 @@
+"""Predictions made with a pencil: numbers that differ from student to student, and hints that name a mistake."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import combinations
+from typing import Any
+
+from studies.coursework import Unit
+
+
+@dataclass(frozen=True)
+class Question:
+    """One number to predict.
+
+    Attributes
+    ----------
+    key, text, unit : str
+    answer : float
+        Not zero.
+    mistakes : tuple of (float, str)
+        What a usual mistake gives, and the hint that names it.
+    """
+
+    key: str
+    text: str
+    unit: str
+    answer: float
+    mistakes: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What one answer, or the exercise, is worth; the names are those of Gradescope's results."""
+
+    name: str
+    score: float
+    max_score: float
+    output: str
+
+
+TOLERANCE = 0.01
+"""Relative: three digits are enough, and GB is told from GiB."""
+
+_MOST_TRIES = 1000
+_UNITS = (
+    (2.0, "twice the right number: what is counted twice?"),
+    (0.5, "half the right number: two signs, two directions, or two bytes for each number?"),
+    (-1.0, "the sign is the other way"),
+    (8.0, "8 times the right number: bits or bytes?"),
+    (1 / 8, "an eighth of the right number: bits or bytes?"),
+    *((10.0 ** (3 * k), "off by a power of 1,000: look at the prefixes of the units") for k in (-3, -2, -1, 1, 2, 3)),
+    *((1.024 ** k, "off by a power of 1.024: kB, MB and GB are powers of 1,000; KiB, MiB and GiB of 1,024") for k in (-3, -2, -1, 1, 2, 3)),
+)  # fmt: skip
+"""Mistakes that any question may meet: a factor, and its hint."""
+
+
+def numbers_of(unit: Unit, student: str) -> Mapping[str, Any]:
+    """Return the numbers that a student is given: such that no mistake comes near to the answer or to another mistake."""
+    exercise, source = exercise_of(unit), random.Random(f"{unit.name}/{student}")
+    for _ in range(_MOST_TRIES):
+        drawn: Mapping[str, Any] = exercise.numbers(source)
+        if all(_is_clear(question) for question in exercise.questions(**drawn)):
+            return drawn
+    raise AssertionError(f"every draw of {unit.name} has a mistake that gives the right answer")
+
+
+def _is_clear(question: Question) -> bool:
+    values = [question.answer, *(value for value, _ in question.mistakes)]
+    return all(_distance(a, b) > 3 * TOLERANCE for a, b in combinations(values, 2))
+
+
+def questions_of(unit: Unit, student: str) -> list[Question]:
+    """Return a student's questions."""
+    asked: list[Question] = exercise_of(unit).questions(**numbers_of(unit, student))
+    return asked
+
+
+def exercise_of(unit: Unit) -> Any:
+    """Return the module of a unit's exercise."""
+    return import_module(f"studies.coursework.{unit.name}.exercise")
+
+
+def mark(question: Question, given: object) -> Mark:
+    """Return the mark of an answer: a point, half of one for a mistake that is recognised, or none."""
+    if given is None:
+        return Mark(question.key, 0, 1, "not answered")
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        return Mark(question.key, 0, 1, f"answer with a number, in {question.unit}")
+    if _distance(given, question.answer) <= TOLERANCE:
+        return Mark(question.key, 1, 1, "right")
+    of_units = tuple((factor * question.answer, hint) for factor, hint in _UNITS)
+    for mistakes in (question.mistakes, of_units):
+        value, hint = min(mistakes, key=lambda mistake: _distance(given, mistake[0]), default=(math.inf, ""))
+        if _distance(given, value) <= TOLERANCE:
+            return Mark(question.key, 0.5, 1, hint)
+    size = "small" if abs(given) < abs(question.answer) else "large"
+    return Mark(
+        question.key, 0, 1, f"{given:g} {question.unit} is too {size}: write the formula down with its units"
+    )
+
+
+def _distance(given: float, wanted: float) -> float:
+    return abs(given - wanted) / abs(wanted) if wanted else (0.0 if given == wanted else math.inf)

@@ -1,0 +1,1 @@
+"""Unit of the course: seeds."""

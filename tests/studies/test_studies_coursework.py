@@ -1,0 +1,178 @@
+"""The course: predictions with a pencil, hints that name a mistake, solutions, packing and grading."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from studies.cli import app
+from studies.coursework import UNITS
+from studies.coursework.notebook import notebook
+from studies.coursework.pencil import exercise_of, mark, numbers_of, questions_of
+
+ROOT = Path(__file__).parents[2]
+NAMES = [unit.name for unit in UNITS]
+UNIT = {unit.name: unit for unit in UNITS}
+SOLVED = {name: import_module(f"tests.support.solved.coursework.{name}") for name in NAMES}
+OWN = [name for name in NAMES if UNIT[name].stub.startswith("coursework/")]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_right_answers_have_every_point_whoever_the_student_is(name):
+    for student in map(str, range(40)):
+        numbers = numbers_of(UNIT[name], student)
+        answers = SOLVED[name].answers(**numbers)
+        questions = questions_of(UNIT[name], student)
+        assert answers.keys() == {question.key for question in questions}
+        for question in questions:
+            # Three digits are what a pencil gives.
+            assert mark(question, float(f"{answers[question.key]:.3g}")).score == 1, (numbers, question)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_usual_mistake_is_named_whoever_the_student_is(name):
+    assert len(SOLVED[name].MISSES) >= 3
+    for student in map(str, range(40)):
+        numbers, questions = numbers_of(UNIT[name], student), questions_of(UNIT[name], student)
+        for key, miss, advice in SOLVED[name].MISSES:
+            question = next(each for each in questions if each.key == key)
+            marked = mark(question, miss(numbers, question.answer))
+            assert (marked.score, advice in marked.output) == (0.5, True), (numbers, key, marked.output)
+        for question in questions:
+            for value, advice in question.mistakes:
+                assert mark(question, value).score < 1, (numbers, question.key, advice)
+
+
+@pytest.mark.parametrize("given", [None, "3 GB", True, float("nan"), 1e40])
+def test_what_is_no_number_or_far_off_has_no_point(given):
+    assert mark(questions_of(UNIT["memory"], "ada")[0], given).score == 0
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_reference_solution_passes_and_its_curve_is_the_references(name):
+    exercise, solved = exercise_of(UNIT[name]), SOLVED[name]
+    verdict = exercise.check(solved.right)
+    assert verdict.passed, verdict.message
+    for _, own, reference in exercise.curve(solved.right):
+        assert own == pytest.approx(reference, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OWN])
+def test_a_unit_that_uses_the_exercise_of_a_page_draws_its_curve(name):
+    rows = exercise_of(UNIT[name]).curve(SOLVED[name].right)
+    assert len(rows) >= 4
+    # Roundings at random are within 0.05 of their mean, and a diagnosis within a tenth.
+    for _, own, reference in rows:
+        assert own == pytest.approx(reference, rel=0.1, abs=0.05)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_wrong_solution_is_refused_with_advice(name, monkeypatch):
+    monkeypatch.setattr("studies.coursework.ranks.exercise._WAIT_S", 0.5)
+    for wrong, advice in SOLVED[name].WRONG:
+        verdict = exercise_of(UNIT[name]).check(wrong)
+        assert not verdict.passed
+        assert advice in verdict.message, verdict.message
+
+
+@pytest.mark.slow
+def test_a_student_works_through_a_unit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.unpack_archive(invoke("pack", "overlap", "--student", "ada").stdout.strip(), tmp_path)
+    own = tmp_path / "overlap"
+    assert {file.name for file in own.iterdir()} == {
+        "README.txt", "questions.md", "answers.json", "lesson.py", "lesson.ipynb", "stub.py"
+    }  # fmt: skip
+    blank = json.loads(invoke("check", "overlap", own / "answers.json", own / "stub.py", "--json").stdout)
+    assert blank["score"] == 0
+    answers = json.loads((own / "answers.json").read_text())
+    answers["answers"] = SOLVED["overlap"].answers(**numbers_of(UNIT["overlap"], "ada"))
+    (own / "answers.json").write_text(json.dumps(answers))
+    shutil.copy(SOLVED["overlap"].__file__, own / "solution.py")
+    with (own / "solution.py").open("a") as file:
+        file.write("\n\nfinish_times = right\n")
+    result = invoke("check", "overlap", own / "answers.json", own / "solution.py", "--figure", "curve.svg")
+    assert result.exit_code == 0, result.output
+    assert "8 of 8" in result.stdout
+    assert Path("curve.svg").read_text().count("<polyline") == 2
+
+    # A friend hands in ada's answers.
+    shutil.copytree(own, tmp_path / "class" / "eve")
+    shutil.copytree(own, tmp_path / "class" / "ada")
+    rows = {row["student"]: row for row in json.loads(invoke("check", "overlap", "class", "--json").stdout)}
+    assert (rows["ada"]["score"], rows["eve"]["score"]) == (8, 0)
+    assert "has the numbers of 'ada'" in rows["eve"]["seen"]
+
+
+def test_numbers_differ_from_student_to_student():
+    for unit in UNITS:
+        assert len({repr(numbers_of(unit, str(number))) for number in range(20)}) > 10
+
+
+def test_an_instructor_gets_the_solution_and_the_answers_of_the_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    invoke("pack", "memory", "--for", "instructor", "--student", "ada", "--student", "bo")
+    with zipfile.ZipFile("memory-instructor.zip") as packed:
+        assert "memory/solution.py" in packed.namelist()
+        key = json.loads(packed.read("memory/answers of bo.json"))
+    assert key == pytest.approx(SOLVED["memory"].answers(**numbers_of(UNIT["memory"], "bo")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_an_untouched_stub_and_blank_answers_have_no_point(name):
+    result = invoke("check", name, ROOT / "studies" / UNIT[name].stub / "stub.py", "--json")
+    assert json.loads(result.stdout)["score"] == 0
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_steps_over_gloo(tmp_path):
+    solution = tmp_path / "solution.py"
+    solution.write_text("from tests.support.solved.coursework.ranks import right as step\n")
+    command = [sys.executable, "-m", "studies.coursework.ranks.gloo", str(solution)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    reports = sorted(line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert len(reports) == 2
+    assert reports[0] == reports[1]
+    assert "16 bytes a step" in reports[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_lesson_runs_as_a_notebook(name, monkeypatch, capsys):
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    cells = json.loads(notebook(UNIT[name].lesson))["cells"]
+    scope = {"__name__": "__main__"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), name, "exec"), scope)
+    assert capsys.readouterr().out
+    assert scope["axes"].has_data()
+    mpl.pyplot.close("all")
+
+
+def test_the_index_lists_the_units_in_order():
+    page = (ROOT / "studies" / "coursework" / "page.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (\d+) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert [row for row in rows if row[0] in NAMES] == [
+        (unit.name, unit.question, str(unit.minutes), ", ".join(unit.needs), unit.able) for unit in UNITS
+    ]
+    assert all(
+        len((ROOT / "studies" / unit.stub / "stub.py").read_text().splitlines()) < 40 for unit in UNITS
+    )
