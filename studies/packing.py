@@ -106,11 +106,15 @@ def _own_files(unit: Unit, student: str) -> dict[str, str]:
     from studies.coursework.grading import blank_answers
     from studies.coursework.pencil import TOLERANCE, questions_of
 
-    asked = "\n".join(f"- `{each.key}`, in {each.unit}: {each.text}." for each in questions_of(unit, student))
+    lines = [
+        f"- `{each.key}`{each.unit and f', in {each.unit}'}: {each.text}."
+        for each in questions_of(unit, student)
+    ]
+    questions = "\n".join(lines)
     heading = (
         f"# {unit.question.capitalize()}\n\nNumbers of {student}. Answers may be off by {TOLERANCE:.0%}."
     )
-    return {"questions.md": f"{heading}\n\n{asked}\n", "answers.json": blank_answers(unit, student)}
+    return {"questions.md": f"{heading}\n\n{questions}\n", "answers.json": blank_answers(unit, student)}
 
 
 def _key(unit: Unit, student: str) -> str:

@@ -14,12 +14,14 @@ from studies.coursework import Unit
 
 
 @dataclass(frozen=True)
-class Question:
+class PencilQuestion:
     """One number to predict.
 
     Attributes
     ----------
-    key, text, unit : str
+    key, text : str
+    unit : str
+        Empty for a number without one.
     answer : float
         Not zero.
     mistakes : tuple of (float, str)
@@ -69,15 +71,15 @@ def numbers_of(unit: Unit, student: str) -> Mapping[str, Any]:
     raise AssertionError(f"every draw of {unit.name} has a mistake that gives the right answer")
 
 
-def _is_clear(question: Question) -> bool:
+def _is_clear(question: PencilQuestion) -> bool:
     values = [question.answer, *(value for value, _ in question.mistakes)]
     return all(_distance(a, b) > 3 * TOLERANCE for a, b in combinations(values, 2))
 
 
-def questions_of(unit: Unit, student: str) -> list[Question]:
+def questions_of(unit: Unit, student: str) -> list[PencilQuestion]:
     """Return a student's questions."""
-    asked: list[Question] = exercise_of(unit).questions(**numbers_of(unit, student))
-    return asked
+    questions: list[PencilQuestion] = exercise_of(unit).questions(**numbers_of(unit, student))
+    return questions
 
 
 def exercise_of(unit: Unit) -> Any:
@@ -85,12 +87,12 @@ def exercise_of(unit: Unit) -> Any:
     return import_module(f"studies.coursework.{unit.name}.exercise")
 
 
-def mark(question: Question, given: object) -> Mark:
+def mark(question: PencilQuestion, given: object) -> Mark:
     """Return the mark of an answer: a point, half of one for a mistake that is recognised, or none."""
     if given is None:
         return Mark(question.key, 0, 1, "not answered")
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-        return Mark(question.key, 0, 1, f"answer with a number, in {question.unit}")
+        return Mark(question.key, 0, 1, f"answer with a number{question.unit and f', in {question.unit}'}")
     if _distance(given, question.answer) <= TOLERANCE:
         return Mark(question.key, 1, 1, "right")
     of_units = tuple((factor * question.answer, hint) for factor, hint in _UNITS)
@@ -100,7 +102,10 @@ def mark(question: Question, given: object) -> Mark:
             return Mark(question.key, 0.5, 1, hint)
     size = "small" if abs(given) < abs(question.answer) else "large"
     return Mark(
-        question.key, 0, 1, f"{given:g} {question.unit} is too {size}: write the formula down with its units"
+        question.key,
+        0,
+        1,
+        f"{given:g}{question.unit and f' {question.unit}'} is too {size}: write the formula down with its units",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 from studies.reading_predictions import exercise as shared
 
 FUNCTION, check = shared.FUNCTION, shared.check
@@ -25,7 +25,7 @@ def numbers(r: random.Random) -> dict[str, float]:
 
 def questions(
     fast_usd: float, fast_s: float, slow_usd: float, slow_s: float, most: float, examples: int
-) -> list[Question]:
+) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     steps = 500 / fast_usd * 3600 / fast_s
     thousand = 1000 * slow_s / 3600 * slow_usd
@@ -34,10 +34,10 @@ def questions(
     first = f"a machine of {fast_usd} USD an hour, a step of {fast_s} s"
     second = f"one of {slow_usd} USD an hour and {slow_s} s a step"
     return [
-        Question(
+        PencilQuestion(
             "steps",
             f"{first}: steps for 500 USD",
-            "1",
+            "",
             steps,
             (
                 (500 / fast_usd / fast_s, "the price is by the hour, the step in seconds: 3,600"),
@@ -45,7 +45,7 @@ def questions(
                 (500 * fast_usd * 3600 / fast_s, "the budget is divided by the price"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "thousand",
             f"{second}: 1,000 steps cost",
             "USD",
@@ -56,10 +56,10 @@ def questions(
                 (slow_s / 3600 * slow_usd, "that is one step"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "epochs",
             f"{first}, and up to {most} times as long as that; 16 of {examples:,} examples a step: epochs that 500 USD surely buy",
-            "1",
+            "",
             epochs,
             (
                 (epochs * most, "that is the prediction's middle; what is sure is at its slow end"),
@@ -67,10 +67,10 @@ def questions(
                 (epochs / 16, "a step takes a batch of 16"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "turn",
             f"{first}, or {second}: how many times as long as predicted may the first one's step be before the second is cheaper?",
-            "1",
+            "",
             turn,
             (
                 (1 / turn, "upside down: the first is the cheaper one as predicted"),
@@ -87,6 +87,6 @@ def curve(diagnose: shared.Diagnose) -> list[tuple[float, float, float]]:
 
     rows = []
     for times in (0.5, 1.5, 3.0, 5.0):
-        own = diagnose(rows_of(on_cpu("opt-125m", seq=64), "sampling", times, seed=9))
+        own = diagnose(rows_of(on_cpu("opt-125m", seq=64), "matmul", times, seed=9))
         rows.append((times, float(own[1]), times))
     return rows

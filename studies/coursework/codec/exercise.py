@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 from studies.where_to_split import exercise as shared
 
 FUNCTION, check = shared.FUNCTION, shared.check
@@ -25,7 +25,7 @@ def numbers(r: random.Random) -> dict[str, int]:
 
 def questions(
     hidden: int, batch: int, seq: int, bits: int, perturbations: int, mbit_per_s: int
-) -> list[Question]:
+) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     tokens = batch * seq
     plain = tokens * hidden * 2 / 1e6
@@ -34,7 +34,7 @@ def questions(
     case = f"{batch} sequences of {seq} tokens, width {hidden}"
     half = f"{case}, split inside a block: an MLP activation four times as wide in {bits} bits, beside the residual stream in 16"
     return [
-        Question(
+        PencilQuestion(
             "between",
             f"{case}, split between blocks, 16 bits a number: one forward sends",
             "MB",
@@ -45,7 +45,7 @@ def questions(
                 (points * plain, "one forward is asked for, not a step"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "inside",
             f"{half}: one forward sends",
             "MB",
@@ -60,7 +60,7 @@ def questions(
                 (inside - plain + plain * bits / 16, "the residual stream stays in 16 bits"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "step",
             f"{half}; {perturbations} perturbations by central differences: a step sends",
             "MB",
@@ -71,7 +71,7 @@ def questions(
                 (points * activation, "the residual stream is forgotten"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "seconds",
             f"the same step over {mbit_per_s} Mbit/s",
             "s",

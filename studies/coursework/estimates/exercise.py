@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 from studies.exercises import Grade
 
 Vector = NDArray[np.float64]
@@ -31,37 +31,37 @@ def numbers(r: random.Random) -> dict[str, Any]:
 
 def questions(
     a: tuple[int, int], theta: tuple[int, int], z: tuple[int, int], dim: int, error: float
-) -> list[Question]:
+) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     gradient = a[0] * theta[0], a[1] * theta[1]
     g = gradient[0] * z[0] + gradient[1] * z[1]
     forward = g + _EPSILON / 2 * (a[0] * z[0] ** 2 + a[1] * z[1] ** 2)
     losses = f"L = ½({a[0]}·x² + {a[1]}·y²), at (x, y) = {theta}, along z = {z}, with ε = {_EPSILON}"
     return [
-        Question(
+        PencilQuestion(
             "projected_gradient",
             f"{losses}: the projected gradient of central differences",
-            "loss",
+            "",
             g,
             (
                 (2 * g, "twice: the two evaluation points are 2ε apart, so divide by 2ε"),
                 (forward, "that is a forward difference, which has a term of ε; a central one cancels it"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "first_component",
             f"{losses}: the first component of the estimate",
-            "loss",
+            "",
             g * z[0],
             (
                 (gradient[0], "that is the gradient itself; a step knows g alone, and moves along z"),
                 (g, "that is g; the estimate is g times z, component by component"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "energy",
             f"mean of |g·z|² over the gradient's |∇L|², for {dim} parameters and normal z",
-            "1",
+            "",
             dim + 2,
             (
                 (dim, "the fourth moment of a normal is 3, not 1: it adds 2"),
@@ -69,10 +69,10 @@ def questions(
                 (3 * dim, "only the parameter's own z has the fourth moment; the others have z² twice"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "perturbations",
             f"perturbations to average so that the mean of |error|² is {error} of |∇L|², for {dim} parameters",
-            "1",
+            "",
             (dim + 1) / error,
             (
                 (

@@ -14,21 +14,22 @@ import zosim
 
 sizes = ("opt-1.3b", "opt-6.7b", "opt-13b")
 billions = (1.3, 6.7, 13.0)
-peaks: dict[str, list[float]] = {"resident": [], "offloaded": []}
+peaks: dict[str, list[float]] = {"mezo": [], "zo2": []}
 for size in sizes:
-    for where, found in peaks.items():
-        plan = {
-            "model": size,
-            "hardware": "dgx-h100",
-            "device": "gpu0",
-            "dtype": "float16",
-            "seq": 512,
-            "batch": 4,
-        }
-        made = zosim.plan(**plan, residency=where, staging_buffers=3)
+    for method, found in peaks.items():
+        made = zosim.plan(
+            model=size,
+            hardware="dgx-h100",
+            device="gpu0",
+            dtype="float16",
+            seq=512,
+            batch=4,
+            method=method,
+            keep_perturbations=False,
+        )
         found.append(made.prediction.footprints.largest.device_bytes / 1e9)
-for name, found in peaks.items():
-    print(name, ", ".join(f"{peak:.1f} GB" for peak in found))
+for method, found in peaks.items():
+    print(method, ", ".join(f"{peak:.1f} GB" for peak in found))
 
 # %% [markdown]
 # ## Bytes for each parameter
@@ -45,8 +46,8 @@ for name, found in peaks.items():
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
-for name, found in peaks.items():
-    axes.plot(billions, found, "o", label=f"zosim, {name}")
+for method, found in peaks.items():
+    axes.plot(billions, found, "o", label=f"zosim, {method}")
 axes.plot(billions, [16 * each for each in billions], label="16 bytes: Adam")
 axes.plot(billions, [2 * each for each in billions], label="2 bytes: in place")
 axes.set(xlabel="billion parameters", ylabel="GB")

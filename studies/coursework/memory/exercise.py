@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 from studies.exercises import Grade
 
 Peak = Callable[[Sequence[tuple[int, int, int]], str, int], float]
@@ -30,14 +30,14 @@ def numbers(r: random.Random) -> dict[str, float]:
 
 def questions(
     billions: float, blocks: int, width: int, batch: int, seq: int, gpu_gb: float
-) -> list[Question]:
+) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     block_gb = _SEGMENT * batch * seq * width / 1e9
     fits = (gpu_gb - 2 * billions) / block_gb * batch
     model = f"{billions} billion parameters"
     tokens = f"{blocks} blocks of width {width}, {batch} sequences of {seq} tokens, {_SEGMENT} bytes a token and number of width in each block"
     return [
-        Question(
+        PencilQuestion(
             "adam",
             f"{model}: weights and gradients in 16 bits; 32-bit copies of the weights and both moments of Adam",
             "GB",
@@ -51,7 +51,7 @@ def questions(
                 (8 * billions, "Adam keeps two moments and a copy of the weights, each in 4 bytes"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "zeroth_order",
             f"{model}: a zeroth-order step in place, weights in 16 bits, without activations",
             "GB",
@@ -67,14 +67,14 @@ def questions(
                 ),
             ),
         ),
-        Question(
+        PencilQuestion(
             "saved",
             f"{tokens}: activations that a backward pass needs",
             "GB",
             blocks * block_gb,
             ((block_gb, "that is one block; the backward pass needs those of all blocks"),),
         ),
-        Question(
+        PencilQuestion(
             "live",
             f"{tokens}: activations that a forward without a backward pass keeps at once, about",
             "GB",
@@ -87,10 +87,10 @@ def questions(
                 (2 * block_gb, "the two evaluation points come one after the other"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "sequences",
             f"{model}, {tokens}: how many sequences of a zeroth-order step fit in {gpu_gb} GB (a fraction will do)?",
-            "1",
+            "",
             fits,
             (
                 (gpu_gb / block_gb * batch, "the weights take their share of the memory first"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 from studies.exercises import Grade
 
 Times = Callable[[Sequence[tuple[float, float, float]], int], object]
@@ -24,7 +24,7 @@ def numbers(r: random.Random) -> dict[str, float]:
     }
 
 
-def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: int) -> list[Question]:
+def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: int) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     copy_ms = block_mb / link_gb_per_s
     busiest = max(copy_ms, compute_ms)
@@ -33,7 +33,7 @@ def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: 
     link = f"blocks of {block_mb} MB over a link of {link_gb_per_s} GB/s each way at once"
     step = f"{blocks} {link}, {compute_ms} ms of compute a block"
     return [
-        Question(
+        PencilQuestion(
             "upload",
             f"{link}: upload of a block",
             "ms",
@@ -43,7 +43,7 @@ def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: 
                 (link_gb_per_s / block_mb, "upside down: bytes over bytes a second"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "one_buffer",
             f"{step}, one staging buffer: the step",
             "ms",
@@ -54,7 +54,7 @@ def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: 
                 (2 * copy_ms + compute_ms, "that is one block"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "overlapped",
             f"{step}, staging buffers as many as wanted: the step",
             "ms",
@@ -66,10 +66,10 @@ def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: 
                 (blocks * (copy_ms + compute_ms), "the overlap is forgotten, and so is the offload"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "batch",
             f"{step}: how many times the batch makes compute as long as a copy (compute grows with the batch)?",
-            "1",
+            "",
             copy_ms / compute_ms,
             (
                 (compute_ms / copy_ms, "upside down: compute has to grow to the copy's time"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 from studies.exercises import Grade
 
 Vector = NDArray[np.float64]
@@ -36,14 +36,14 @@ def numbers(r: random.Random) -> dict[str, float]:
 
 def questions(
     billions: float, ranks: int, gbit_per_s: float, perturbations: int, forward_ms: float, update_ms: float
-) -> list[Question]:
+) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     ring_gb = 2 * (ranks - 1) / ranks * 2 * billions
     forwards, updates = 2 * perturbations * forward_ms, perturbations * update_ms
     one, many = forwards + updates, forwards / ranks + updates
     work = f"{perturbations} perturbations, {forward_ms} ms a forward, {update_ms} ms to sample and update along one"
     return [
-        Question(
+        PencilQuestion(
             "zeroth_order",
             f"a step of {perturbations} perturbations, central differences: bytes of losses (8 each) that a rank contributes",
             "bytes",
@@ -55,7 +55,7 @@ def questions(
                 ),
             ),
         ),
-        Question(
+        PencilQuestion(
             "first_order",
             f"{billions} billion gradients of 2 bytes, a ring all-reduce of {ranks} ranks: what a rank sends",
             "GB",
@@ -69,17 +69,17 @@ def questions(
                 (4 * billions, "each rank keeps an n-th: (n-1)/n of it is sent in each round"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "seconds",
             f"the same over {gbit_per_s} Gbit/s",
             "s",
             ring_gb * 8 / gbit_per_s,
             ((ring_gb / gbit_per_s, "the link's rate is in bits, the gradients are in bytes"),),
         ),
-        Question(
+        PencilQuestion(
             "speedup",
             f"{work}: how many times as fast are {ranks} ranks that share the perturbations out?",
-            "1",
+            "",
             one / many,
             (
                 (ranks, "forwards are shared out; every rank samples and updates along all perturbations"),
@@ -104,7 +104,7 @@ def examples_of(num_examples: int, *, seed: int = 0) -> Vector:
     )
 
 
-class Meeting:
+class ThreadRanks:
     """Sums vectors of ranks that are threads, and notes how many numbers each contributed."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -127,11 +127,11 @@ def run_ranks(
     step: Step, shards: Sequence[Vector], axis: str, seeds: Sequence[int], theta: Vector
 ) -> tuple[list[Any], int]:
     """Return what a step gives on each rank, and how many numbers a rank contributed."""
-    meeting, answers = Meeting(len(shards)), [None] * len(shards)
+    summing, answers = ThreadRanks(len(shards)), [None] * len(shards)
 
     def one_rank(rank: int) -> None:
         def all_reduce(vector: object) -> Vector:
-            return meeting.all_reduce(rank, vector)
+            return summing.all_reduce(rank, vector)
 
         try:
             answers[rank] = step(
@@ -145,7 +145,7 @@ def run_ranks(
         thread.start()
     for thread in threads:
         thread.join(4 * _WAIT_S)
-    return answers, meeting.num_floats
+    return answers, summing.num_floats
 
 
 def reference(theta: Vector, examples: Vector, seeds: Sequence[int]) -> Vector:

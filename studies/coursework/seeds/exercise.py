@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 
 if TYPE_CHECKING:  # torch is slow to import, and questions need none
     from studies.exercises import Grade
@@ -25,13 +25,13 @@ def numbers(r: random.Random) -> dict[str, float]:
     }
 
 
-def questions(billions: float, steps: int, forward_s: float, pass_s: float) -> list[Question]:
+def questions(billions: float, steps: int, forward_s: float, pass_s: float) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     row, weights = 24, 2e9 * billions
     run = f"{billions} billion parameters in 16 bits, {steps:,} steps, a row of seed, g and learning rate in 8 bytes each"
     times = f"{steps:,} steps; a forward takes {forward_s} s and a pass over the parameters {pass_s} s"
     return [
-        Question(
+        PencilQuestion(
             "log",
             f"{run}: size of the log",
             "kB",
@@ -44,10 +44,10 @@ def questions(billions: float, steps: int, forward_s: float, pass_s: float) -> l
                 (row * steps * billions * 1e6, "z is not stored: its seed is"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "ratio",
             f"{run}: how many times as large as the log is the checkpoint?",
-            "1",
+            "",
             weights / (row * steps),
             (
                 (2 * weights / (row * steps), "16 bits are two bytes a parameter, not four"),
@@ -55,7 +55,7 @@ def questions(billions: float, steps: int, forward_s: float, pass_s: float) -> l
                 (weights / row, "that is a log of one step"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "training",
             f"{times}: training in place, central differences, one perturbation",
             "s",
@@ -69,7 +69,7 @@ def questions(billions: float, steps: int, forward_s: float, pass_s: float) -> l
                 (steps * 2 * forward_s, "the passes over the parameters are missing"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "replay",
             f"{times}: replaying the log, bit for bit",
             "s",

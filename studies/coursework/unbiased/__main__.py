@@ -22,9 +22,9 @@ print(
 )
 
 # %% [markdown]
-# ## Chance, mean, variance
+# ## Probability, mean, variance
 #
-# A value lies between two grid values, a share p of the step above the lower. It goes up with the chance p.
+# A value lies between two grid values, a share p of the step above the lower. It goes up with probability p.
 #
 # - Its mean is the value itself: there is no bias.
 # - Its variance is p(1 - p) steps². It is largest in the middle, and 0 on the grid.

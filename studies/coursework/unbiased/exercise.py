@@ -6,7 +6,7 @@ import math
 import random
 from typing import TYPE_CHECKING
 
-from studies.coursework.pencil import Question
+from studies.coursework.pencil import PencilQuestion
 
 if TYPE_CHECKING:  # torch is slow to import, and questions need none
     from studies.exercises import Grade
@@ -27,37 +27,37 @@ def numbers(r: random.Random) -> dict[str, float]:
     }
 
 
-def questions(step: float, whole: int, part: float, updates: int, share: float) -> list[Question]:
+def questions(step: float, whole: int, part: float, updates: int, share: float) -> list[PencilQuestion]:
     """Return the questions about these numbers."""
     value, update = (whole + part) * step, share * step
     variance = part * (1 - part) * step**2
     case = f"{value:g} on a grid of step {step:g}"
     return [
-        Question(
+        PencilQuestion(
             "nearest",
             f"{case}, rounded to the nearest grid value",
-            "1",
+            "",
             whole * step,
             (
                 ((whole + 1) * step, "that is the grid value above, which is further away"),
                 (whole, "that is the stored integer; the value is step times as much"),
             ),
         ),
-        Question(
-            "chance",
-            f"{case}, rounded at random without bias: the chance of going up",
-            "1",
+        PencilQuestion(
+            "probability",
+            f"{case}, rounded at random without bias: the probability of going up",
+            "",
             part,
             (
-                (1 - part, "that is the chance of going down: the nearer one is the likelier"),
-                (part * step, "a chance is a part of a step: divide by the step"),
+                (1 - part, "that is the probability of going down: the nearer one is the likelier"),
+                (part * step, "a probability is a part of a step: divide by the step"),
                 (0.5, "half and half has a bias wherever the value is not in the middle"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "variance",
             f"{case}, rounded at random without bias: the variance",
-            "1",
+            "",
             variance,
             (
                 (math.sqrt(variance), "that is the standard deviation"),
@@ -66,10 +66,10 @@ def questions(step: float, whole: int, part: float, updates: int, share: float) 
                 (step**2 / 12, "that is the error of the nearest for evenly spread values"),
             ),
         ),
-        Question(
+        PencilQuestion(
             "updates",
             f"{updates} updates of {update:g} each on weights of step {step:g}, rounded at random: mean change of a weight",
-            "1",
+            "",
             updates * update,
             (
                 (0, "that is what rounding to the nearest leaves; at random the mean of every update stays"),

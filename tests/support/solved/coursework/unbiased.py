@@ -10,14 +10,14 @@ right, WRONG = quzo.right, quzo.WRONG
 def answers(step, whole, part, updates, share):
     return {
         "nearest": whole * step,
-        "chance": part,
+        "probability": part,
         "variance": part * step**2 - (part * step) ** 2,
         "updates": updates * share * step,
     }
 
 
 MISSES = [
-    ("chance", lambda n, right: 1 - right, "going down"),
+    ("probability", lambda n, right: 1 - right, "going down"),
     ("variance", lambda n, right: right**0.5, "standard deviation"),
     ("variance", lambda n, right: right / n["step"] ** 2, "square of the step"),
     ("updates", lambda n, right: 0, "rounding to the nearest leaves"),
