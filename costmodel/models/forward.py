@@ -119,6 +119,15 @@ def forward_work(
     return (work + cast).model_copy(update={"workspace_bytes": workspace})
 
 
+def handed_elements(spec: ModelSpec, *, batch: int, seq: int, segment: str = "") -> int:
+    """Return the numbers that `segment` hands to the next: a hidden state, from a block's front the MLP's too, or as the model says."""
+    if spec.boundary_elements and segment not in ("", HEAD):
+        once, tokens, pairs = spec.boundary_elements[spec.segments.index(segment)]
+        return batch * (once + tokens * seq + pairs * seq**2)
+    inner = spec.intermediate_size if segment.endswith(FRONT) else 0
+    return batch * seq * (spec.hidden_size + inner)
+
+
 def activation_bytes(
     spec: ModelSpec, *, batch: int, seq: int, dtype: DType = "float32", segment: str = ""
 ) -> int:
@@ -135,8 +144,7 @@ def activation_bytes(
     segment : str
         Segment that computes them; by default one that ends with a whole block.
     """
-    inner = spec.intermediate_size if segment.endswith(FRONT) else 0
-    return FORMATS[dtype].bytes(batch * seq * (spec.hidden_size + inner))
+    return FORMATS[dtype].bytes(handed_elements(spec, batch=batch, seq=seq, segment=segment))
 
 
 def shared_activation_bytes(
@@ -324,7 +332,8 @@ def _block_work(spec: ModelSpec, shape: Pass) -> Work:
 
 def _listed_block_work(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> Work:
     """Play a block of a family of which nothing is known but its linear layers and its experts, all of whose results stay alive."""
-    entry = TracedBuffer(shape.rows * spec.hidden_size, shape.dtype)
+    handed = handed_elements(spec, batch=shape.batch, seq=shape.seq, segment=block_segment(shape.block))
+    entry = TracedBuffer(handed, shape.dtype)
     normed, kept = norm(trace, spec, entry), []
     for group in spec.param_groups_of(block_segment(shape.block)):
         for outputs, inputs in (*group.linears, *group.frozen_linears):

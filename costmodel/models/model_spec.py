@@ -81,6 +81,10 @@ RENAMED: Mapping[str, str] = {
 """Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 
 
+BoundaryElements = tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
+"""Numbers that are handed on for each sequence, for each token of it, and for each pair of its tokens."""
+
+
 class ParamGroup(BaseModel):
     """Parameters that are neighbours in registration order and are used by the same segments.
 
@@ -305,6 +309,9 @@ class ModelSpec(BaseModel):
         ``model_type`` of the multimodal model that it is the text model of; empty where it is a model of its own.
     checkpoint_dtype : str or None
         Format of the weights in its files, where its configuration states one.
+    boundary_elements : tuple of (int, int, int)
+        What each segment but the head hands on, where that is more than one hidden state: numbers for each sequence, for each
+        token, and for each pair of tokens. Empty where it is the hidden state alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -354,6 +361,7 @@ class ModelSpec(BaseModel):
     splits_inside: bool = True
     text_of: str = ""
     checkpoint_dtype: StorageFormat | None = None
+    boundary_elements: tuple[BoundaryElements, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -374,6 +382,9 @@ class ModelSpec(BaseModel):
         if len(self.windows) not in (0, self.num_blocks):
             message = f"model {self.name}: windows are stated of {len(self.windows)} blocks, and it has {self.num_blocks}"
             raise ModelError(message)
+        if len(self.boundary_elements) not in (0, len(self.segments) - 1):
+            message = f"model {self.name}: boundary_elements has {len(self.boundary_elements)} entries for {len(self.segments)} segments"
+            raise ModelError(message, hint="give one for each segment but the head, or none")
         return self
 
     @property

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from costmodel.models.model_spec import ParamGroup
+from costmodel.formats.codecs import codec_spec
+from costmodel.models.model_spec import ParamGroup, block_index
 from executors.models.batched import BatchedModel
 from executors.models.model import (
     Batch,
@@ -111,8 +112,27 @@ def forward_runner_for(
         objective=objective,
         split_blocks=plan.model.split_blocks,
     )
-    if isinstance(forward_runner, UnsplitModel):
-        needs_blocks = plan.is_offloaded and not isinstance(forward_runner, SuspendedModel)
-        if plan.num_stages > 1 or plan.split_points or needs_blocks:
-            raise forward_runner.reason
+    if isinstance(forward_runner, SuspendedModel):
+        _end_stages(forward_runner, plan)
+    elif isinstance(forward_runner, UnsplitModel) and (plan.split_points or plan.is_offloaded):
+        raise forward_runner.reason
     return forward_runner
+
+
+def _end_stages(model: SuspendedModel, plan: Plan) -> None:
+    """Let stages of a suspended model end where the plan's do.
+
+    Raises
+    ------
+    ModelError
+        If a codec is to encode what they pass on, or it is not all that the next stage needs.
+    """
+    split = plan.split
+    if not split.split_points:
+        return
+    if not all(codec_spec(name).is_lossless for name in (split.codec, split.residual_codec)):
+        raise ModelError(
+            f"{type(model.model).__name__} hands several tensors from block to block, which no codec encodes",
+            hint="use --codec none --residual-codec none",
+        )
+    model.end_stages_at([block_index(name) for name in split.split_points])

@@ -11,10 +11,11 @@ them (:class:`SuspendedModel`); one that defies this, too, is a single segment (
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from costmodel.models.model_spec import (
     EMBED,
     FRONT,
     HEAD,
+    BoundaryElements,
     ParamGroup,
     block_index,
     block_segment,
@@ -34,6 +36,7 @@ from costmodel.models.model_spec import (
 from executors.labels import IGNORED_LABEL
 from executors.low_bits.stored import DenseTensor
 from executors.models.blocks import UnsplitError, fills_masks, linears_of, refuse_unsupported
+from executors.models.boundaries import Boundaries, PassedTensors, watched
 from executors.models.halves import Halfway, HalvedBlock, as_tensor, normalises_last
 from executors.models.host_mirrors import host_mirrors
 from executors.models.parameters import NamedTensor, absent, are_same, named_tensors
@@ -48,7 +51,7 @@ from executors.models.recording_blocks import (
     with_arguments,
 )
 from executors.models.suspended import SuspendedForward
-from topology.errors import ModelError
+from topology.errors import CodecError, ModelError
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each of shape (sequences, tokens)."""
@@ -161,9 +164,9 @@ class SegmentedModel:
         if segment == HEAD:
             assert handed is not None
             return self.head(handed, batch)
-        if not cache.calls:  # another stage embeds
-            self.embed(batch, cache)
         assert handed is not None
+        if not cache.calls and isinstance(handed, Tensor | Halfway):  # another stage embeds
+            self.embed(batch, cache)
         return self.between(segment, handed, cache)
 
     def embed(self, batch: Batch, cache: StepCache) -> Handed:
@@ -244,13 +247,21 @@ class SegmentedModel:
             return torch.float64
         batch = self._few_tokens()
         with torch.no_grad():
-            return self.head(self.embed(batch, StepCache()), batch).dtype
+            return self.head(self._behind_blocks(batch), batch).dtype
 
-    def _few_tokens(self) -> dict[str, Tensor]:
-        """Return a batch of two sequences of three and two tokens."""
-        tokens = torch.arange(6, device=self.device).view(2, 3) % self.embedding.num_embeddings
+    def _behind_blocks(self, batch: Batch) -> Handed:
+        """Return what the last block hands on, or what has its form."""
+        return self.embed(batch, StepCache())
+
+    def boundary_elements(self) -> tuple[BoundaryElements, ...]:
+        """Return what each segment hands on, as :class:`~costmodel.models.model_spec.ModelSpec` has it."""
+        return ()
+
+    def _few_tokens(self, num_tokens: int = 3) -> dict[str, Tensor]:
+        """Return a batch of two sequences, one of which is a token shorter."""
+        tokens = torch.arange(2 * num_tokens, device=self.device).view(2, -1) % self.embedding.num_embeddings
         mask = torch.ones_like(tokens)
-        mask[1, 2] = 0
+        mask[1, -1] = 0
         return {
             "input_ids": tokens,
             "attention_mask": mask,
@@ -560,6 +571,25 @@ class UnsplitModel(SegmentedModel):
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
+_LENGTHS = (4, 8, 16)
+"""Tokens of the sequences that show how what is handed on grows."""
+
+
+def _per_tokens(*counts: int) -> BoundaryElements:
+    """Return the numbers for a sequence, for each of its tokens and for each pair of them, given those at three lengths.
+
+    Examples
+    --------
+    >>> _per_tokens(*(7 + 3 * tokens + 2 * tokens**2 for tokens in _LENGTHS))
+    (7, 3, 2)
+    """
+    (first, second, third), (short, middle, long) = counts, _LENGTHS
+    slope, next_slope = (second - first) / (middle - short), (third - second) / (long - middle)
+    pairs = max((next_slope - slope) / (long - short), 0)
+    tokens = max(slope - pairs * (short + middle), 0)
+    rest = max(first - tokens * short - pairs * short**2, 0)
+    return ceil(rest), ceil(tokens), ceil(pairs)
+
 
 class SuspendedModel(UnsplitModel):
     """A model whose own forward is suspended at each of its blocks, which may be called in any way, once each and in order.
@@ -570,8 +600,31 @@ class SuspendedModel(UnsplitModel):
         Why its blocks cannot be run without it.
     """
 
+    boundaries: Boundaries | None = None
+
     def embed(self, batch: Batch, cache: StepCache) -> Handed:
         """Return the model's forward, suspended at its first block."""
+        return self._begin(batch, cache, None)
+
+    def resumed(
+        self, block: int, batches: Sequence[tuple[Batch, StepCache]], data: Tensor
+    ) -> Iterator[Handed]:
+        """Yield the forwards that another stage left behind `block`, suspended there, of each part of a message.
+
+        Raises
+        ------
+        CodecError
+            If the message has another length.
+        """
+        assert self.boundaries is not None
+        for batch, cache in batches:
+            passed, size = PassedTensors.received(self.boundaries, block, data)
+            yield self._begin(batch, cache, passed)
+            data = data[size:]
+        if data.numel():
+            raise CodecError(f"a message has {data.numel()} bytes more than its tensors")
+
+    def _begin(self, batch: Batch, cache: StepCache, passed: PassedTensors | None) -> SuspendedForward:
         # The loss belongs to the forward, and its labels are given at the beginning.
         takes_labels = self.objective is None and self.loss_dtype == "model" and "labels" in batch
         more = {"labels": batch["labels"]} if takes_labels else {}
@@ -580,7 +633,56 @@ class SuspendedModel(UnsplitModel):
             with host_mirrors(self.device, batch, cache.host):
                 return self._run_model(batch, **more)
 
-        return SuspendedForward(self._block_stand_ins, forward, self.device)
+        if passed is None and self.boundaries is not None:
+            passed = PassedTensors(self.boundaries, self.device)
+        return SuspendedForward(self._block_stand_ins, forward, self.device, passed)
+
+    def end_stages_at(self, blocks: Sequence[int]) -> None:
+        """Let stages end behind these blocks, and try it.
+
+        Raises
+        ------
+        UnsplitError
+            If what a stage passes on is not all that the next needs.
+        """
+        batch = self._few_tokens()
+        try:
+            with torch.no_grad():
+                self.boundaries, _ = self._watched(batch)
+                self.boundaries.end_at(blocks)
+                found = self._tried(batch, self._segments_of, blocks)
+                whole = self._run_model(batch, labels=batch["labels"])
+        except _FAILURES as error:
+            raise UnsplitError(
+                self.model, f"on stages, {str(error)[:300] or type(error).__name__}"
+            ) from error
+        if not are_same((found.logits, found.loss), (whole.logits, whole.loss)):
+            raise UnsplitError(
+                self.model, "a stage needs more of those before it than what blocks and modules return"
+            )
+
+    def boundary_elements(self) -> tuple[BoundaryElements, ...]:
+        """Return what each segment hands on, by forwards of several lengths."""
+        with torch.no_grad():
+            counts = {num: self._elements_of(self._few_tokens(num)) for num in _LENGTHS}
+        return tuple(map(_per_tokens, *counts.values()))
+
+    def _elements_of(self, batch: Batch) -> list[int]:
+        """Return the numbers that go on behind each segment but the head, for each sequence."""
+        boundaries, needed_behind = self._watched(batch)
+        width = self.tensors[0].values.element_size()
+        found = []
+        for block in (None, *range(len(self.blocks))):
+            call = boundaries.last_call(block)
+            tensors = needed_behind(call)
+            # Whole numbers take as much as they do beside numbers of two bytes, and so does the rest of a message.
+            sizes = [one.nbytes // (width if one.is_floating_point() else 2) for one in tensors]
+            rest = boundaries.overhead_bytes(call, len(tensors)) // 2
+            found.append(-(-sum(sizes) // len(batch["input_ids"])) + rest)
+        return found
+
+    def _watched(self, batch: Batch) -> tuple[Boundaries, Callable[[int], list[Tensor]]]:
+        return watched(self.model, self.blocks, lambda: self._run_model(batch, labels=batch["labels"]))
 
     def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
         """Run block `index`, unless the forward leaves it out, and return the forward."""
@@ -589,6 +691,12 @@ class SuspendedModel(UnsplitModel):
         if index in self._run_blocks:
             with self.format():
                 handed.run_block(index)
+        return handed
+
+    def _behind_blocks(self, batch: Batch) -> Handed:
+        handed = self.embed(batch, StepCache())
+        for index in range(len(self.blocks)):
+            handed = self.block(index, handed, StepCache())
         return handed
 
     def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
@@ -605,17 +713,10 @@ class SuspendedModel(UnsplitModel):
                 self.segments = segments_of(len(self.blocks), ())
                 reads, whole = self._reads_of_forward(batch)
                 segments = self._read_segments(reads)
-                handed: Any = None
-                for segment in self.segments:
-                    others = [tensor for tensor in self.tensors if segment not in segments[tensor.name]]
-                    with absent(others, self.device):
-                        if segment == HEAD:
-                            handed = self._run_head(handed)
-                        else:
-                            handed = self.run(segment, batch, StepCache(), handed)
+                found = self._tried(batch, segments)
         except _FAILURES as error:
             raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
-        if not are_same((handed.logits, handed.loss), (whole.logits, whole.loss)):
+        if not are_same((found.logits, found.loss), (whole.logits, whole.loss)):
             raise UnsplitError(self.model, "its segments read more weights than their own")
         # Of a table that the head reads, too, the embedding reads the rows of the batch's tokens.
         is_tied = any(
@@ -624,6 +725,20 @@ class SuspendedModel(UnsplitModel):
         if is_tied and not self._embeds_batch:
             raise UnsplitError(self.model, "it embeds other tokens than the batch's, or in another shape")
         return segments
+
+    def _tried(self, batch: Batch, segments: Mapping[str, tuple[str, ...]], ends: Sequence[int] = ()) -> Any:
+        """Return what comes of a batch where each segment has its own weights alone, and stages end behind these blocks."""
+        handed: Any = None
+        for segment in self.segments:
+            others = [tensor for tensor in self.tensors if segment not in segments[tensor.name]]
+            with absent(others, self.device):
+                if segment == HEAD:
+                    return self._run_head(handed)
+                handed = self.run(segment, batch, StepCache(), handed)
+                if segment != EMBED and block_index(segment) in ends:
+                    message = handed.message(block_index(segment))
+                    (handed,) = self.resumed(block_index(segment), [(batch, StepCache())], message)
+        raise AssertionError(self.segments)
 
     def _reads_of_forward(self, batch: Batch) -> tuple[dict[str, set[int]], Any]:
         """Return what is read outside the blocks before them and behind them, and what the model's forward returns."""

@@ -47,11 +47,11 @@ def spec_of_model(
     ModelError
         If the model cannot be run.
     """
-    if isinstance(model, SegmentedModel):
-        segmented = model
-    else:
-        with _without_values(model):
-            segmented = in_segments(model, split_blocks=split_blocks)
+    with _without_values(model.model if isinstance(model, SegmentedModel) else model):
+        segmented = (
+            model if isinstance(model, SegmentedModel) else in_segments(model, split_blocks=split_blocks)
+        )
+        boundary_elements = segmented.boundary_elements()
     config = segmented.model.config.get_text_config()  # type: ignore[operator, union-attr]
     name = name or getattr(config, "_name_or_path", "") or type(segmented.model).__name__
     try:
@@ -71,6 +71,7 @@ def spec_of_model(
         p.shape[0] for name, p in segmented.blocks[0].named_parameters() if name.endswith("prefix_keys")
     )
     shape |= {"num_prefix_tokens": next(prefixes, 0), "split_blocks": segmented.split_blocks}
+    shape |= {"boundary_elements": boundary_elements}
     return ModelSpec(**shape, param_groups=segmented.param_groups)
 
 

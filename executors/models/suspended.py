@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from executors.models.blocks import UnsplitError
+from executors.models.boundaries import PassedTensors
 from executors.models.recording_blocks import BlockStandIns, Call, Stop
 
 
@@ -29,14 +32,22 @@ class SuspendedForward:
         Runs it.
     device : torch.device
         Where it computes.
+    passed : PassedTensors, optional
+        What goes from stage to stage, where there are several.
 
     Notes
     -----
     The thread and its caller never run at the same time. A forward that nobody holds any longer ends.
     """
 
-    def __init__(self, stand_ins: BlockStandIns, forward: Callable[[], Any], device: torch.device) -> None:
-        self._stand_ins, self._device = stand_ins, device
+    def __init__(
+        self,
+        stand_ins: BlockStandIns,
+        forward: Callable[[], Any],
+        device: torch.device,
+        passed: PassedTensors | None = None,
+    ) -> None:
+        self._stand_ins, self._device, self._passed = stand_ins, device, passed
         self._resumed: SimpleQueue[Any] = SimpleQueue()
         self._reached: SimpleQueue[Any] = SimpleQueue()
         self._due: tuple[int, Call] | None = None
@@ -45,7 +56,14 @@ class SuspendedForward:
         weakref.finalize(self, self._resumed.put, None).atexit = False
         channels = self._resumed, self._reached, torch.is_grad_enabled()
         Thread(target=_run, args=(forward, *channels), daemon=True).start()
-        self._go_on()
+        # One that is resumed may run to its end at once, for which weights may not be here yet.
+        if passed is None or not passed.is_received:
+            self._go_on()
+
+    def message(self, block: int) -> Tensor:
+        """Return the bytes of what later stages need of what has run up to the end of `block`."""
+        assert self._passed is not None
+        return self._passed.message(block)
 
     def run_block(self, index: int) -> None:
         """Run block `index`, which the forward calls next."""
@@ -54,6 +72,8 @@ class SuspendedForward:
         if number != index:
             raise UnsplitError(self._stand_ins.model, f"block {number} ran where block {index} was due")
         self._output = self._stand_ins.blocks[index](*args, **kwargs)
+        if self._passed is not None:
+            self._passed.note_block(index, self._output, (args, kwargs))
         self._due = None
 
     def finish(self) -> Any:
@@ -67,15 +87,18 @@ class SuspendedForward:
         """Let the forward run to its next block, or to its end."""
         if self._due is not None or self._result is not None:
             return
-        resumed, reached = self._resumed, self._reached  # the thread must not hold the forward itself
+        # The thread must not hold the forward itself.
+        resumed, reached, passed = self._resumed, self._reached, self._passed
 
         def answer(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if passed is not None and passed.has_block(index):
+                return passed.of_block(index, (args, kwargs))
             reached.put((index, (args, kwargs)))
             del args, kwargs  # not kept while the block runs
             return _taken(resumed)
 
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        with self._stand_ins.replaced(answer):
+        with nullcontext() if passed is None else passed.front(), self._stand_ins.replaced(answer):
             resumed.put((stream, self._output))
             self._output = None
             outcome = reached.get()

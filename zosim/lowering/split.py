@@ -32,10 +32,11 @@ from costmodel.formats import FORMATS
 from costmodel.formats.codec_time import decode_work, encode_work
 from costmodel.formats.codecs import CodecSpec, codec_spec, message_bytes, most_bytes
 from costmodel.formats.symbols import SymbolStatistics, boundary_statistics
+from costmodel.models.forward import handed_elements
 from costmodel.work import Work
 from zosim.eval_points import EvalPoint
 from zosim.lowering.rank import AxisWriter
-from zosim.plans import INSIDE, Plan
+from zosim.plans import INSIDE, Plan, last_before
 from zosim.program.contents import Message
 from zosim.program.instructions import Access, Buffer, Space, Stream
 from zosim.program.operations import Decode, Encode, Recv, Send
@@ -173,6 +174,9 @@ def _boundary_tensors(
     inner = [(split.codec, model.intermediate_size, False)] if is_inside else []
     for name, width, has_side_path in (*inner, (split.residual_codec, model.hidden_size, is_inside)):
         codec, shape = codec_spec(name), (num_sequences, plan.seq, width)
+        if model.boundary_elements:  # several tensors, in one message
+            segment = last_before(split.split_points[boundary], model.segments)
+            shape = (1, 1, handed_elements(model, batch=num_sequences, seq=plan.seq, segment=segment))
         known = split.symbols(boundary)
         yield (
             codec,

@@ -46,6 +46,7 @@ def shortest(model: ModelSpec) -> ModelSpec:
                 for group in blocks[block_segment(index)]
             ),
             *model.windows[index : index + 1],
+            *model.boundary_elements[index + 1 : index + 2],
         )
         for index in range(model.num_blocks)
     }
@@ -75,6 +76,9 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
     )
     split_blocks = tuple(number[block] for block in model.split_blocks if block in number)
     of_blocks: dict[str, Any] = {"windows": tuple(model.windows[old] for old in number if model.windows)}
+    if model.boundary_elements:
+        embed, *handed = model.boundary_elements
+        of_blocks["boundary_elements"] = (embed, *(handed[old] for old in number))
     if model.experts is not None:
         dense = tuple(number[old] for old in model.experts.dense_blocks if old in number)
         of_blocks["experts"] = model.experts.model_copy(update={"dense_blocks": dense})

@@ -1,7 +1,8 @@
 """Boundary activations between stages: encoded, sent, received and decoded, as a program says.
 
 A message has the tensors of every micro-batch in turn, each as its codec's own message, which states its type and its
-length. Inside a block the activation comes before the residual stream.
+length. Inside a block the activation comes before the residual stream. Of a suspended forward the message has bytes that
+:mod:`executors.models.boundaries` makes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import torch
 from torch import Generator, Tensor
 
 from costmodel.formats.codecs import codec_spec
-from costmodel.models.model_spec import FRONT
+from costmodel.models.model_spec import FRONT, block_index
 from executors.codecs import Quantized, codec_of, decode, messages_of
 from executors.codecs.container import length_of
 from executors.models.halves import Halfway, as_tensor
-from executors.models.model import Handed
+from executors.models.model import Batch, Handed, SuspendedModel
+from executors.models.recording_blocks import StepCache
+from executors.models.suspended import SuspendedForward
 from executors.randomness.rng import generator_on, mixed
 from executors.ranks.messages import LENGTH_BYTES, Packed, pack, stays_on, unpack
 from executors.steps.frames import MicroBatch, StepFrame
@@ -29,6 +32,9 @@ from zosim.program import Program
 from zosim.program.contents import BATCH, Hidden, Message
 from zosim.program.instructions import Access, Instruction, Space
 from zosim.program.operations import Decode, Encode, Recv, Send
+
+_BYTES = (0, 0)
+"""Formats of a message that says itself what it has; nobody reads them."""
 
 
 class BoundaryActions:
@@ -60,12 +66,16 @@ class BoundaryActions:
         source = _handed(only(instruction.reads, "read of what a segment leaves"))
         wire = only(instruction.writes, "write of a message")
         codecs = [codec_of(codec_spec(name)) for name in (op.codec, op.residual_codec)]
-        where, stays = self._where(wire), self._stays(wire)
+        where, stays, block = self._where(wire), self._stays(wire), _block_before(source)
 
         def encode(frame: StepFrame) -> None:
             if frame.replayed:
                 return
             parts = self._store.values.pop(location_of(source))
+            if isinstance(parts[0], SuspendedForward):
+                data = torch.cat([forward.message(block) for forward in parts])
+                self._made(wire, Packed(data, _BYTES) if stays else data.cpu(), data.numel())
+                return
             if stays:
                 packed = pack([tensor for handed in parts for tensor in _each(handed)])
                 self._made(wire, packed, packed.num_bytes)
@@ -97,17 +107,30 @@ class BoundaryActions:
         """Return what makes the tensors in a message that the first segment of the stage is given."""
         wire = only([read for read in instruction.reads if read.what != BATCH], "read of a message")
         target = _handed(only(instruction.writes, "write of what a segment leaves"))
-        inside = _is_inside(target)
-        where = self._where(wire)
+        inside, block = _is_inside(target), _block_before(target)
+        where, forward_runner = self._where(wire), self._context.forward_runner
 
         def decode_parts(frame: StepFrame) -> None:
             if frame.replayed:
                 return
+            message = self._store.values.pop(location_of(wire))
             with _errors_have(where):
-                tensors = self._tensors(self._store.values.pop(location_of(wire)), inside=inside)
-            self._store.values[location_of(target)] = tensors
+                if isinstance(forward_runner, SuspendedModel):
+                    handed = list(forward_runner.resumed(block, self._parts(), self._on_device(message)))
+                else:
+                    handed = self._tensors(message, inside=inside)
+            self._store.values[location_of(target)] = handed
 
         return decode_parts
+
+    def _parts(self) -> Iterator[tuple[Batch, StepCache]]:
+        for part in self._context.loaded.micro_batches:
+            yield {name: self._backend.borrow(tensor) for name, tensor in part.tensors.items()}, part.cache
+
+    def _on_device(self, message: Tensor | Packed) -> Tensor:
+        if isinstance(message, Packed):
+            return self._backend.borrow(message.data)
+        return message.to(self._backend.device)
 
     def _tensors(self, message: Tensor | Packed, *, inside: bool) -> list[Handed]:
         """Return what is handed on for each micro-batch."""
@@ -214,6 +237,12 @@ def _handed(access: Access) -> Access:
     if not isinstance(access.what, Hidden):
         raise Unfit(f"crosses a boundary with {access.what}, which no segment hands on")
     return access
+
+
+def _block_before(handed: Access) -> int:
+    """Return the block that leaves what crosses a boundary."""
+    assert isinstance(handed.what, Hidden)
+    return block_index(handed.what.segment)
 
 
 def _is_inside(handed: Access) -> bool:

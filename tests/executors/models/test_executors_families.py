@@ -12,16 +12,18 @@ from torch import nn
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from costmodel.formats.low_bits import QuantConfig
+from costmodel.models.forward import activation_bytes
 from executors.low_bits.linear import QuantizedLinear, is_linear, make_quantizable
 from executors.models.blocks import UnsplitError
 from executors.models.model import SegmentedModel, SuspendedModel, UnsplitModel, in_segments
 from executors.models.recording_blocks import StepCache
-from executors.models.spec import plan_of_model
+from executors.models.spec import plan_of_model, spec_of_model
 from executors.runs.session import Session
 from studies.families.tiny import families, tiny_model
+from studies.families.trying import tried
 from tests.support.reference_mezo import LiteralMezo, differing
 from tests.support.tiny import batches
-from topology.errors import ModelError
+from topology.errors import CodecError, ModelError
 
 STEPS, RATE, EPSILON = 2, 1e-2, 1e-3
 
@@ -189,6 +191,60 @@ def test_segments_of_a_toy_are_its_forward(does):
     assert blocks == (set() if kind is UnsplitModel else {(f"block.{i}",) for i in range(3)})
 
 
+@pytest.mark.parametrize("does", [does for does, (runner, _) in RUNNERS.items() if runner is SuspendedModel])
+def test_a_suspended_forward_goes_on_in_another_stage(does):
+    model, (batch,) = Toy(does), batches(1)
+    segmented = in_segments(model)
+    ends = (0, 1)  # of two stages; the second passes on what it was given
+    segmented.end_stages_at(ends)
+    with torch.no_grad():
+        handed = segmented.embed(batch, StepCache())
+        for block in range(3):
+            handed = segmented.block(block, handed, StepCache())
+            if block in ends:
+                (handed,) = segmented.resumed(block, [(batch, StepCache())], handed.message(block))
+        assert torch.equal(segmented.head(handed, batch), model(**batch).loss)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "prophetnet"])
+def test_what_a_family_hands_on_takes_what_its_specification_says(family):
+    model = tiny_model(family)
+    segmented, spec = in_segments(model), spec_of_model(model)
+    segmented.end_stages_at([1])
+    tokens = torch.arange(66).view(3, 22) % 90 + 3
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    with torch.no_grad():
+        handed = segmented.embed(batch, StepCache())
+        for block in (0, 1):
+            handed = segmented.block(block, handed, StepCache())
+    predicted = activation_bytes(spec, batch=3, seq=22, segment="block.1")
+    assert predicted / 2 <= handed.message(1).nbytes <= predicted
+
+
+def test_a_message_of_another_plan_is_refused():
+    segmented, (batch,) = in_segments(Toy("side")), batches(1)
+    segmented.end_stages_at([0])
+    message = segmented.block(0, segmented.embed(batch, StepCache()), StepCache()).message(0)
+    for other, why in (
+        (message[:64], "shorter than its header"),
+        (message[:-256], "no tensor of shape"),
+        (message.repeat(2), "more than its tensors"),
+    ):
+        with pytest.raises(CodecError, match=why):
+            list(segmented.resumed(0, [(batch, StepCache())], other))
+
+
+def test_a_stage_that_needs_more_than_what_calls_return_is_refused():
+    model = Toy("two states")
+    memory = {}
+    model.register_forward_pre_hook(lambda *_: memory.clear())
+    for block in model.layers:  # of what the first was given, the others take a part without being handed it
+        block.register_forward_pre_hook(lambda _, given: (given[0] + memory.setdefault("first", given[0]),))
+    segmented = in_segments(model)
+    with pytest.raises(UnsplitError, match="needs more of those before it"):
+        segmented.end_stages_at([0])
+
+
 def test_a_forward_that_is_dropped_halfway_ends():
     model, (batch,) = Toy("between"), batches(1)
     segmented, before = in_segments(model), set(threading.enumerate())
@@ -224,3 +280,18 @@ def test_what_derives_from_a_linear_layer_is_one_if_it_computes_one(family, path
     make_quantizable(model.get_submodule(path.partition(".0.")[0]), QuantConfig("int8", "channel", "float32"))
     assert isinstance(module, QuantizedLinear) == is_one
     assert torch.equal(module.weight, before)
+
+
+def test_a_suspended_model_in_two_stages_is_the_literal_loop():
+    assert tried("gemma4_text", ["stages"])["stages"] == {"word": "yes", "why": ""}
+
+
+def test_a_forward_that_other_stages_begin_embeds_once():
+    model, (batch,) = Toy("side"), batches(1)
+    segmented, cache, calls = in_segments(model), StepCache(), []
+    model.embed.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        handed = None
+        for segment in segmented.segments:
+            handed = segmented.run(segment, batch, cache, handed)
+    assert len(calls) == 1
