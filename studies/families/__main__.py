@@ -1,7 +1,7 @@
 """``python -m studies.families``: what can be done with each family of language models, tried on tiny models.
 
 Each family is tried in a process of its own with a time limit. ``--write`` makes docs/reference/families.md and the results
-beside it, which takes ten minutes of one core, or tries some again with ``--only``; without it the table is printed.
+beside it, which takes ten minutes of one core, or tries some again with ``--only`` and ``--ways``; without it the table is printed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def main() -> None:
         stderr.print(family, *(verdict["word"] for verdict in found[family].values()), markup=False)
     if options.write:
         results = PAGE.with_suffix(".json")
-        kept = json.loads(results.read_text(encoding="utf-8")) if options.only else {}
-        found = {family: (kept | found)[family] for family in families() if family in kept | found}
+        is_all = not options.only and options.ways == list(WAYS)
+        kept = {} if is_all else json.loads(results.read_text(encoding="utf-8"))
+        known = {family: kept.get(family, {}) | found.get(family, {}) for family in families()}
+        found = {family: ways for family, ways in known.items() if ways}
         PAGE.write_text(page(found, transformers.__version__), encoding="utf-8")
         results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     else:
