@@ -222,7 +222,13 @@ def parse_json(text: str, complaint: str, error: type[ZosimError], *, hint: str 
         if _SURROGATE.search(text) and _LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)):
             raise _UnreadableError("it holds half a character (a lone surrogate)")
     except json.JSONDecodeError as problem:
-        reason = f"{problem.msg} in line {problem.lineno}, column {problem.colno}"
+        is_one_line = "\n" not in text.strip()
+        where = (
+            f"at column {problem.colno}"
+            if is_one_line
+            else f"in line {problem.lineno}, column {problem.colno}"
+        )
+        reason = f"{problem.msg} {where}" if text.strip() else "it is empty"
         raise error(f"{complaint}: {reason}", hint=hint) from None
     except _UnreadableError as problem:
         raise error(f"{complaint}: {problem}", hint=hint) from None

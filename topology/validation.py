@@ -18,8 +18,9 @@ Location = tuple[int | str, ...]
 MAX_ERRORS_SHOWN = 6
 _MAX_SHOWN = 60
 """Characters of a value."""
-_MAX_KNOWN, _MAX_COMPARED, _MAX_LISTED = 2_000, 100, 100
+_MAX_KNOWN, _MAX_COMPARED, _MAX_LISTED = 2_000, 100, 24
 """Names that one is compared with, characters of it (comparing takes their product), and names that are listed."""
+_MAX_NEAREST = 5
 
 
 class FrozenModel(BaseModel):
@@ -88,14 +89,16 @@ def without_removed(
 
 
 def did_you_mean(value: str, known: Iterable[str]) -> str | None:
-    """A hint naming the closest known name, or all of them if none is close; None if none is known."""
+    """A hint naming the closest known name; if none is close, all of them, of many the nearest; None if none is known."""
     names = sorted(set(known))[:_MAX_KNOWN]
     value = value[:_MAX_COMPARED]
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
-    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"known: {', '.join(names[:_MAX_LISTED])}{more}" if names else None
+    if len(names) > _MAX_LISTED:
+        listed = difflib.get_close_matches(value, names, n=_MAX_NEAREST, cutoff=0)
+        return f"the nearest of {len(names)} names are {', '.join(listed)}"
+    return f"known: {', '.join(names)}" if names else None
 
 
 @contextmanager
@@ -138,7 +141,7 @@ def readable(
         known_model = model or _model_by_name(error.title)
         details = error.errors(include_url=False)
         named = details[:MAX_ERRORS_SHOWN]
-        lines = [_describe(detail, locate) for detail in named]
+        lines = [_describe(detail, locate, what) for detail in named]
         hints = [hint for detail in named if (hint := _hint(detail, known_model)) is not None]
         if len(details) > len(named):
             lines.append(f"and {len(details) - len(named)} more")
@@ -149,8 +152,8 @@ def readable(
         raise cls(message, hint="; ".join(dict.fromkeys(hints)) or None) from error
 
 
-def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> str:
-    """Name, broken rule, value and place of one of pydantic's errors, in a line."""
+def _describe(detail: Any, locate: Callable[[Location], str | None] | None, what: str) -> str:
+    """Name, broken rule, value (unless `what` ends with it) and place of one of pydantic's errors, in a line."""
     location: Location = detail["loc"]
     name = ""
     for part in location:
@@ -173,7 +176,7 @@ def _describe(detail: Any, locate: Callable[[Location], str | None] | None) -> s
             rule = detail["msg"].replace("Input should", "must")
             rule = rule[:1].lower() + rule[1:]
     value = ""
-    if detail["type"] not in {"missing", "value_error"}:
+    if detail["type"] not in {"missing", "value_error"} and not what.endswith(f" {detail['input']}"):
         given = repr(detail["input"])
         value = f", value {given if len(given) <= _MAX_SHOWN else given[: _MAX_SHOWN - 1] + '…'}"
     inside: Location = error.location if isinstance(error, RuleError) else ()

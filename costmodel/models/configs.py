@@ -435,9 +435,19 @@ def _shipped_name(source: str) -> str:
         return known_as
     planned = [name for name, config in _shipped().items() if config["model_type"] in FAMILIES]
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], planned, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else "built-in sizes: " + ", ".join(planned)
+    if Path(source).is_dir():
+        message = f"directory {source} is not a model: it has no {CONFIG_NAME}"
+        raise ModelError(message, hint="name the directory that `save_pretrained` of transformers wrote")
+    sizes = {_shipped()[name]["model_type"]: name for name in reversed(planned)}
+    nearest = difflib.get_close_matches(wanted, sizes, n=5, cutoff=0)
+    families = ", ".join(f"{family} ({sizes[family]})" for family in nearest)
+    hint = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"the nearest families: {families}; in Python, costmodel.shipped_models() lists all"
+    )
     raise ModelError(
-        f"unknown model {source!r}: neither a built-in size nor a directory with config.json", hint=hint
+        f"unknown model {source!r}: neither a built-in size nor a directory with {CONFIG_NAME}", hint=hint
     )
 
 

@@ -87,7 +87,7 @@ class LineFile:
         except OSError as error:
             raise _unreadable(path, error) from None
         if not offsets:
-            raise DataError(f"{path} is empty", hint='write one example per line: {"input_ids": [...]}')
+            raise DataError(f"{path} is empty", hint="write one JSON object per line, with text or input_ids")
         return cls(path, np.array(offsets, np.int64), np.array(numbers, np.int64), digest.hexdigest())
 
     def __len__(self) -> int:
@@ -307,7 +307,7 @@ def open_dataset(
     elif tokenizer is None:
         raise DataError(
             f"{path} holds text, but the model has no tokenizer",
-            hint="put the tokenizer's files next to the model's, or give input_ids",
+            hint="name a model directory with its tokenizer's files, add --allow-download, or give input_ids",
         )
     elif not tokenizer.is_fast:
         raise DataError(

@@ -259,7 +259,11 @@ def host_node(device: str) -> tuple[Topology, str]:
     nodes = [node.id for node in topology.of_type("cpu" if device == "cpu" else "gpu")]
     index = int(device.partition(":")[2] or 0)
     if index >= len(nodes):
-        raise PlanError(f"there is no device {device}: this machine shows {len(nodes)} of that kind")
+        named = ", ".join([f"{device.partition(':')[0]}:{number}" for number in range(len(nodes))])
+        raise PlanError(
+            f"--device {device} is not on this machine, which has {named or 'no such device'}",
+            hint="use --device cpu; `zosim topology show host` lists the devices that are found",
+        )
     return topology, nodes[index]
 
 

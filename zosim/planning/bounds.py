@@ -38,6 +38,9 @@ from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.plans import Mesh, Placement, Plan
 
+_MOST_NAMED = 3
+"""Components that the message about a memory that does not suffice names."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -196,14 +199,14 @@ class Bounds:
             limit = request.device_limit_bytes(devices[rank])
             # One device that is too small is enough to say.
             if memory.device_bytes > limit:
-                yield _lacking("device", memory.device_bytes, limit, memory.describe())
+                yield _lacking("device", memory.device_bytes, limit, memory.describe(_MOST_NAMED))
                 break
         for host in taken.hosts:
             of_host = tuple(devices[rank] for rank in host.ranks)
             limit = request.host_limit_bytes(of_host)
             if host.size_bytes > limit:
                 has = f" of {request.about_host_memory(of_host)}"
-                yield _lacking("host", host.size_bytes, limit, host.describe(), has)
+                yield _lacking("host", host.size_bytes, limit, host.describe(_MOST_NAMED), has)
                 break
         for host in taken.hosts:
             space = request.disk_limit_bytes(tuple(devices[rank] for rank in host.ranks))

@@ -63,7 +63,7 @@ def _about_memory(prediction: Prediction, rejected: Sequence[Candidate]) -> Iter
     if nearest.bound.missing_bytes < fastest.bound.missing_bytes:
         saved = 1 - nearest.seconds / prediction.step_time_s
         more = format_bytes(nearest.bound.missing_bytes)
-        yield f"{more} more memory already saves up to {saved:.1%} of a step: {nearest.describe()}"
+        yield f"with {more} more memory, {nearest.describe()} would save up to {saved:.1%} of a step"
 
 
 def about_guarantee(guarantee: Guarantee) -> str:
@@ -85,8 +85,8 @@ def about_host_memory(planned: PlannedRun) -> Iterator[str]:
         rate = min(machine.capacities[name] for name in machine.far_routes["h2d"])
         near = topology.host_memory(devices[rank])
         yield (
-            f"what lies on the host is more than {near.id} next to {devices[rank]} has, {format_bytes(near.memory_bytes)}: "
-            f"{share:.0%} of it lies in another NUMA domain, which copies reach at {format_bandwidth(rate)}"
+            f"the host memory of {devices[rank]} exceeds the {format_bytes(near.memory_bytes)} of {near.id}, the nearest: "
+            f"{share:.0%} is in another NUMA domain, which copies reach at {format_bandwidth(rate)}"
         )
     memories = {topology.host_memory(device).id: topology.host_memory(device) for device in devices}
     assumed = [
@@ -107,7 +107,7 @@ def about_host_memory(planned: PlannedRun) -> Iterator[str]:
         if cpu.host in hosts and cpu.spec is not None and cpu.spec.cores.basis == "assumed"
     ]
     if others:
-        yield f"nobody stated {' and '.join(others)}: the plan rests on what is assumed"
+        yield f"assumed, as nothing declares it: {' and '.join(others)}"
 
 
 def about_disks(planned: PlannedRun) -> Iterator[str]:
@@ -132,13 +132,13 @@ def _about_adapters(plan: Plan) -> Iterator[str]:
     """Yield what one forward of all points saves and takes."""
     count = len(plan.eval_points)
     yield (
-        f"one forward of all {count} points reads the weights once and neither perturbs nor restores them; it has {count} times the "
-        "rows of a batch in memory"
+        f"one forward of all {count} evaluation points reads the weights once, and never changes them; its activations "
+        f"are those of {count} batches"
     )
     if not plan.forward.has_facts:
         yield (
-            "with --weights adapters a forward computes no padding, logits of labelled tokens alone, and what sequences begin with once; nothing "
-            "is known of the data here, and the prediction counts on none of it: `zosim run` counts it in its data, and writes it into the plan of the run"
+            "the prediction assumes that a forward computes every token; `zosim run` looks at its data, and skips padding, "
+            "repeated beginnings, and logits of tokens without a label"
         )
 
 
@@ -151,10 +151,10 @@ def about_split_points(
     for split_points, candidate in list(best.items())[:1]:
         yield f"second best split point: {' and '.join(split_points)}, {_slower(candidate, chosen.seconds)}"
     if printed and printed == chosen.plan.split_points:
-        yield f"SparQ's rule, the sparsest near the middle, splits at {' and '.join(printed)}, too"
+        yield f"SparQ's rule (the sparsest split point near the middle) also gives {' and '.join(printed)}"
     elif printed in best:
         description = _slower(best[printed], chosen.seconds)
-        yield f"SparQ's rule, the sparsest near the middle, would split at {' and '.join(printed)}: {description}"
+        yield f"SparQ's rule (the sparsest split point near the middle) gives {' and '.join(printed)}: {description}"
 
 
 def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
@@ -163,16 +163,16 @@ def about_ranks(plan: Plan, prediction: Prediction) -> Iterator[str]:
         share = prediction.exchange_s / prediction.step_time_s
         of_blocks = " and shares of blocks" if plan.is_sliced else ""
         yield (
-            f"the exchange of losses{of_blocks} keeps a rank's link busy for "
-            f"{format_seconds(prediction.exchange_s)} a step ({share:.1%})"
+            f"the exchange of losses{of_blocks} takes {format_seconds(prediction.exchange_s)} of a rank's link "
+            f"per step ({share:.1%})"
         )
     for item in prediction.contention[:1]:
         if item.share >= _BUSY:
             yield describe_contention(item)
     if plan.num_batch_shards > 1:
         yield (
-            "losses are those of one device up to rounding: the mean over the batch is put together from the shards' "
-            "means, weighted by their labels"
+            "losses equal those of one device up to rounding: each is the mean of the shards' losses, weighted by "
+            "their numbers of labels"
         )
     hosts = len(plan.placement.ranks_by_host)
     if hosts > 1:

@@ -62,9 +62,10 @@ class Footprint:
         """Bytes on the drives of the host."""
         return total_bytes(self.components, "disk")
 
-    def describe(self) -> str:
-        """Return the components on the device in words, the largest first."""
-        return describe_components(component for component in self.components if component.where == "device")
+    def describe(self, most: int | None = None) -> str:
+        """Return the components on the device in words, the largest first, and of many only the first `most`."""
+        on_device = (component for component in self.components if component.where == "device")
+        return describe_components(on_device, most)
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class HostFootprint:
         """Bytes of all components."""
         return total_bytes(self.components, "host")
 
-    def describe(self) -> str:
-        """Return the components in words, the largest first."""
-        return describe_components(self.components)
+    def describe(self, most: int | None = None) -> str:
+        """Return the components in words, the largest first, and of many only the first `most`."""
+        return describe_components(self.components, most)
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,12 @@ class Footprints:
         return max(self.hosts, key=lambda host: (host.size_bytes, -host.ranks[0]))
 
 
-def describe_components(components: Iterable[MemoryComponent]) -> str:
-    """Return components in words, the largest first."""
-    listed = sorted(components, key=lambda component: -component.size_bytes)
-    return ", ".join(
-        f"{component.name} {format_bytes(component.size_bytes)}"
-        for component in listed
-        if component.size_bytes
-    )
+def describe_components(components: Iterable[MemoryComponent], most: int | None = None) -> str:
+    """Return components in words, the largest first, and of many only the first `most`."""
+    taken = [component for component in components if component.size_bytes]
+    listed = sorted(taken, key=lambda component: -component.size_bytes)[:most]
+    named = [f"{component.name} {format_bytes(component.size_bytes)}" for component in listed]
+    return ", ".join(named + ["smaller ones"] * (len(named) < len(taken)))
 
 
 def footprint(program: Program, profile: Profile, bound: Bound = "central") -> Footprint:

@@ -91,19 +91,23 @@ def about_stages(planned: PlannedRun) -> Iterator[str]:
     """Yield how long stages idle and what crosses, in words."""
     plan, figures, counts = planned.plan, pipelining(planned), step_counts(planned.programs)
     idle = ", ".join(f"{max(share, 0.0):.0%}" for share in figures.bubbles)
-    yield f"bubble: the stages' compute is idle for {idle} of a step"
+    yield f"pipeline bubble: the compute of the stages is idle for {idle} of a step"
     for boundary in figures.boundaries:
+        each = format_bytes(boundary.size_bytes // boundary.num_messages)
         yield (
-            f"across {boundary.split_point}: {boundary.num_messages} messages of {format_bytes(boundary.size_bytes // boundary.num_messages)} a "
-            f"step, {format_bytes(boundary.size_bytes)} in all, never more than {format_bytes(boundary.most_bytes)}"
+            f"sent across {boundary.split_point} per step: {boundary.num_messages} messages of {each}, "
+            f"{format_bytes(boundary.size_bytes)} in all (at most {format_bytes(boundary.most_bytes)})"
         )
     pipelines = plan.num_batch_shards
     # SparQ counts for one pipeline.
     num_boundaries = pipelines * (plan.num_stages - 1)
     formula = f"{plan.estimator.points_formula}(M - 1)"
     each = f" for each of {pipelines} shards" if pipelines > 1 else ""
-    yield f"{counts.num_activations} activations a step forward, {plan.estimator.num_eval_points * num_boundaries} by SparQ's count {formula}{each}"
     yield (
-        f"back go {figures.num_losses} losses, in one exchange: {counts.num_scalars} scalars that "
-        f"another rank gets, where SparQ counts P(M - 1) differences, {plan.estimator.num_perturbations * num_boundaries}"
+        f"activations sent forward per step: {counts.num_activations}; SparQ's formula {formula} gives "
+        f"{plan.estimator.num_eval_points * num_boundaries}{each}"
+    )
+    yield (
+        f"scalars sent back per step: {counts.num_scalars}, for {figures.num_losses} losses in one exchange; SparQ's formula "
+        f"P(M - 1) gives {plan.estimator.num_perturbations * num_boundaries}"
     )

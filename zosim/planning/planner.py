@@ -538,8 +538,8 @@ def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
     closest = min(rejected, key=lambda candidate: candidate.footprints.largest.device_bytes)
     message = (
         f"no plan for {request.config.spec.name} with batch {request.config.batch} and "
-        f"{request.config.seq} tokens fits {request.hardware.device} of {request.hardware.name}; the "
-        f"closest, {closest.describe()}, {closest.missing}"
+        f"{request.config.seq} tokens fits {request.hardware.device} of {request.hardware.name}: the "
+        f"closest ({closest.describe()}) {closest.missing}"
     )
     hint = "use a smaller batch or sequence, a narrower --dtype, or hardware with more memory"
     if ASSUMED_SIZE in closest.missing:
