@@ -99,6 +99,7 @@ def replay(
         run=history.directory,
         random_weights=settings.get("random_weights", False),
     )
+    # Before any step: replayed on other weights, a log gives a model that nobody trained.
     check_base(history, model, base)
     for difference in machine_differences(history.header, device):
         warn(difference)
@@ -220,6 +221,7 @@ def session_at(
         },
     )
     done = checkpoint.num_steps if checkpoint else 0
+    # A residual difference needs the losses of the step before.
     losses = history.records[done - 1].losses_plus if done else ()
     session.start_at(done, lambda step: history.records[step].seeds, losses)
     return session

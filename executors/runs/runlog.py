@@ -115,6 +115,7 @@ class RunLog:
     def __init__(self, directory: str | Path, header: Mapping[str, Any] | None = None) -> None:
         self.directory = Path(directory)
         with ExitStack() as opened:
+            # Locked before anything is read, so that no other process can begin in between.
             opened.enter_context(locked(self.directory))
             self._opened = opened.pop_all()
         if header is not None:
@@ -132,6 +133,7 @@ class RunLog:
                 hint="resume it (--resume), give another --out, or remove that directory",
             )
         write_header(self.directory, header)
+        # The header first: a log without one says nothing, a header without a log is a run of no step.
         self._steps = self._opened.enter_context(JsonLines(self.directory / STEPS_NAME))
 
     def go_on(self, keep_bytes: int) -> None:
@@ -159,6 +161,7 @@ class RunLog:
         lines = read_lines(self.directory / STEPS_NAME)
         kept = [line for line in lines if line.row["step"] < num_steps]
         refused = "".join(json.dumps(line.row) + "\n" for line in lines[len(kept) :])
+        # Kept before the log is cut: a crash in between loses nothing.
         write_atomically(self.directory / REFUSED_NAME, refused)
         self._steps.truncate(kept[-1].end if kept else 0)
 
@@ -197,6 +200,7 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     if missing:
         raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
     header, is_whole = without_digest(header)
+    # Edited options would make bits that no one can explain: the digest covers all of them.
     if not is_whole:
         raise RunError(
             f"{path} is damaged: its digest does not match",

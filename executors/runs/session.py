@@ -199,6 +199,7 @@ class Session:
             facts = {"zosim_version": zosim.__version__, "configuration": self.header[BASE]} | {
                 name: self.header[name] for name in _SAME_ON_ALL_RANKS
             }
+            # Ranks that differ here would exchange losses of different models, and nothing would fail.
             self.communicator.refuse_unlike({name.replace("_", " "): value for name, value in facts.items()})
         self.forward_runner = forward_runner_for(
             plan,
@@ -298,10 +299,12 @@ class Session:
         """
         check_batch(batch, self.plan.model.max_positions)
         number = self.num_steps
+        # Before the step: it flushes, and the step reads the new factors.
         self._open_interval(number)
         rate = self._rate(number) if learning_rate is None else learning_rate
         seeds = seeds or self.seeds_of(number)
         num_timed = number - self.first_timed_step
+        # Events and spans of a long run would fill the memory.
         self.interpreter.backend.recording = num_timed < self._num_timed_steps
         begin = time.perf_counter()
         own_rows = self._own_rows(batch)
@@ -393,6 +396,7 @@ class Session:
         RunError
             If the record is not the next step's.
         """
+        # Each step's update depends on the weights before it.
         if record.step != self.num_steps:
             raise RunError(f"step {record.step} cannot be replayed as step {self.num_steps}")
         self.interpreter.backend.recording = False
@@ -406,6 +410,7 @@ class Session:
         """Flush, and return a hash over names, formats, shapes and bits of all parameters."""
         self.flush()
         with self._whole.here():
+            # In the storage format, whose bits do not depend on where blocks lie.
             return weights_digest(self.model, self.plan.storage_dtype)
 
     def verify(self) -> None:

@@ -75,6 +75,7 @@ class ParamPass:
         left = theta if out is None else out
 
         def write(begin: int, end: int, product: Tensor) -> None:
+            # Two kernels, so that the product is rounded before the sum, as in MeZO's loop; one fused kernel rounds once.
             _multiplied(z[begin:end], scale * epsilon, product)
             torch.add(theta[begin:end], product, out=left[begin:end])
 
@@ -84,6 +85,7 @@ class ParamPass:
         """Write ``θ + s·w``, where ``w = z·ε`` has been rounded already."""
         _check_scale(scale)
         with torch.no_grad():
+            # The product with a power of two is exact: `alpha` adds no rounding.
             torch.add(theta, w, alpha=scale, out=theta if out is None else out)
 
     def perturb_signs(
@@ -127,6 +129,7 @@ class ParamPass:
 
         def write(begin: int, end: int, product: Tensor, *decay: Tensor) -> None:
             chunk = theta[begin:end]
+            # The order of the reference loop: g·z, then the decay, then η. Another order rounds otherwise.
             _multiplied(z[begin:end], factor, product)
             if weight_decay and decaying is None:
                 torch.mul(chunk, weight_decay, out=decay[0])
@@ -141,6 +144,7 @@ class ParamPass:
                     decays = torch._foreach_mul([chunk[first:last] for first, last in parts], weight_decay)
                     torch._foreach_add_([product[first:last] for first, last in parts], decays)
             product.mul_(learning_rate)
+            # In place, as is all above: a pass takes no memory beyond the scratch.
             chunk.sub_(product)
 
         self._in_chunks(theta, write, num_temporaries=2 if weight_decay else 1)
@@ -176,6 +180,7 @@ class ParamPass:
                     continue
                 sums = _products(along, here[0].dtype, [scale * epsilon] * len(indices))[1]
                 torch._foreach_add_(sums, here)
+                # Not added in place: `lefts` may be another place than `here`.
                 torch._foreach_copy_(lefts, sums)
 
     def update_several(
@@ -237,6 +242,7 @@ class ParamPass:
         kept = self._kept(max(num_temporaries, min(most, total)), theta)
         size = kept.numel() // num_temporaries
         with torch.no_grad():
+            # Element-wise passes have the same bits in any chunks.
             for begin in range(0, total, size):
                 length = min(size, total - begin)
                 write(begin, begin + length, *(kept[i * size :][:length] for i in range(num_temporaries)))
@@ -275,6 +281,7 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         if tensor.device.type == "cpu" or tensor.numel() > _LAUNCHED_ALONE_ELEMENTS:
             yield [index]
             continue
+        # Temporaries of one batch stay within the bound of a chunk.
         if elements + tensor.numel() > CHUNK_ELEMENTS.get(tensor.device.type, 1 << 20):
             yield shared
             shared, elements = [], 0
@@ -298,6 +305,7 @@ def _products(
     sizes = [z.numel() for z in zs]
     flat = torch.empty(sum(sizes), dtype=dtype, device=zs[0].device)
     products, begin = list(flat.split(sizes)), 0
+    # The slice unpacks quantized values that share a byte.
     torch._foreach_copy_(products, [z[:] for z in zs])
     for _, group in groupby(range(len(zs)), key=lambda number: id(factors[number])):
         numbers = list(group)

@@ -189,6 +189,7 @@ class BufferStore:
         buffer = self._program.buffer(name)
         dtype = TORCH_DTYPES.get(buffer.dtype, torch.uint8)  # of narrower elements than a byte, bytes
         self._flat[name] = self._allocate(buffer, buffer.size_bytes // dtype.itemsize, dtype)
+        # Peaks are taken here alone: memory grows nowhere else.
         for key, size in self.arena_bytes().items():
             self.peak_bytes[key] = max(size, self.peak_bytes.get(key, 0))
 

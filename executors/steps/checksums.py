@@ -154,6 +154,7 @@ class WeightChecksums:
                     continue
                 self._checksums[_location(write)] = checksum
                 if write.buffer in self._shared and _name(write) in self._left:
+                    # A polynomial of the checksums, so that their order counts, too.
                     self._left[_name(write)].mul_(_FACTOR).add_(self._backend.borrow(checksum).sum())
             action(frame)
 
@@ -197,6 +198,7 @@ class WeightChecksums:
         if first is None:
             first = self._first[where, _name(access)] = torch.full_like(present, _NEVER)
         is_other = present != self._backend.borrow(expected)
+        # On the device, where the earliest step wins without the host.
         torch.minimum(first, torch.where(is_other, step, _NEVER), out=first)
 
     def _checksum(self, access: Access) -> Tensor:

@@ -47,6 +47,7 @@ class DiskFile:
         self._offsets: dict[str, int] = {}
         self.size_bytes = 0
         for buffer in buffers:
+            # Each buffer begins a page, so that two never share one.
             self._offsets[buffer.name] = self.size_bytes
             self.size_bytes += -(-buffer.size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         try:

@@ -122,6 +122,7 @@ class Graphs:
 
     def close(self) -> None:
         """Drop the graphs, their memory and their places, once the device is through with them."""
+        # A graph that is still being replayed must keep its memory.
         torch.accelerator.synchronize(self._device)
         self._entries.clear()
         self._out_of_use.clear()
@@ -224,6 +225,7 @@ class Graphs:
         if entry is not None and (entry.is_refused or entry.is_current(generators)):
             return entry
         if entry is not None and entry.graph is not None:
+            # Kept until the end: a pool whose last graph is gone cannot be captured into again.
             self._out_of_use.append(entry.graph)
         if len(self._entries) + len(self._out_of_use) >= _MOST_GRAPHS:
             self._warn_once(
@@ -242,12 +244,14 @@ class Graphs:
         before = [state.clone() for state in states]
         launch()
         wanted = [state.clone() for state in states]
+        # The graph must begin with what the kernels began with.
         for state, numbers in zip(states, before, strict=True):
             state.copy_(numbers)
         entry.graph.replay()
         if all(_have_equal_bits(*pair) for pair in zip(states, wanted, strict=True)):
             entry.verified_for.add(caller)
             return
+        # The kernels' numbers stand, not those of the graph.
         for state, numbers in zip(states, wanted, strict=True):
             state.copy_(numbers)
         if caller == entry.captured_for:
@@ -310,6 +314,7 @@ class Graphs:
 
     def _make_workspace(self, stream: torch.Stream) -> None:
         """Let cuBLAS take the memory that it keeps for this thread on a stream, so that it is not of a graph's pool."""
+        # cuBLAS keeps a handle per thread, and a workspace per handle and stream.
         key = threading.get_ident(), stream.stream_id
         if key not in self._with_workspace:
             ones = torch.ones((8, 8), device=self._device)

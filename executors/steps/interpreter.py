@@ -93,6 +93,7 @@ class Interpreter:
         adapter_rank_in_use: Callable[[], int] = int,
     ) -> None:
         _refuse_first_order(program)
+        # A program may come from an edited file, and actions trust what the validator has seen.
         validate(program)
         self.program = program
         self.backend = backend
@@ -213,6 +214,7 @@ class Interpreter:
         """
         self._check_perturbations(seeds)
         frame = self._frame_of(seeds, learning_rate, None)
+        # Forwards, losses and exchanges see this, and do nothing.
         frame.replayed = True
         frame.gradients.update(enumerate(gradients))
         frame.losses_read.update(
@@ -259,6 +261,7 @@ class Interpreter:
         if was_pending:
             self._run("flush", StepFrame(self._next_step, previous=self._frame))
             self._frame = None
+        # Drained first: afterwards no ticket is waited for, and their events can go.
         self.backend.drain()
         self._tickets = {}
         if was_pending and self._communicator is not None and self._host_memory is not None:
@@ -282,10 +285,12 @@ class Interpreter:
         losses : sequence of float
             Of the step before at ``+ε``, one per perturbation.
         """
+        # A pending update would take the number of another step.
         assert self._frame is None
         self._next_step = step
         self._losses_before = {EvalPoint(perturbation, 1): loss for perturbation, loss in enumerate(losses)}
         first = self.first_of_interval
+        # Factors that the next step uses were sampled earlier, from that step's seeds.
         if first < step:
             self._interval = LazyInterval(first, tuple(seeds_of(first)))
 
@@ -315,6 +320,7 @@ class Interpreter:
             partial(self._task, item, phase, frame, before, self._turn) for item in self._resolved[phase]
         ]
         with torch.no_grad():
+            # Without autograd: leaves are changed in place, and no graph may hold activations.
             self._tickets = self.backend.run(makers)
 
     def _task(
@@ -355,6 +361,7 @@ class Interpreter:
                         stored.load(tensor.held, tensor.name)
                 self._context.bind([access])
         if self._host_memory is not None and self._communicator is not None:
+            # Each rank has loaded some groups of the shared copy; the first upload needs all of them.
             self._communicator.barrier("loading the weights")
         self.checksums.begin()
 
@@ -400,6 +407,7 @@ class Interpreter:
             action = self._actions.of(phase, instruction)
             if self.update_watch is not None:
                 action = self.update_watch.watched(instruction, action)
+            # Checksums go around all else: verified before anything reads the weights, taken after the last change.
             action = self.checksums.watched(phase, instruction, action)
             resolved.append(_Resolved(instruction, action, waits, before, peers))
         return resolved
@@ -460,6 +468,7 @@ def _remote_loss_dtype(
     """Return the format that other stages compute losses in; None where this one does."""
     if any(isinstance(i.op, Forward) and i.op.segment == HEAD for i in program.step):
         return None
+    # Losses of several micro-batches are accumulated in float64.
     return forward_runner.loss_format() if num_micro_batches == 1 else torch.float64
 
 

@@ -143,6 +143,7 @@ class ObservedSteps:
             self.peak_bytes = self._tensors.peak_bytes
             return
         counters = device_module(self._device)
+        # The allocator's own peak: tensors of all streams and threads, which no dispatch mode sees.
         counters.reset_peak_memory_stats(self._device)
         # Measured once: what a step leaves alive counts in those behind it.
         if self._before is None:

@@ -256,6 +256,7 @@ class CpuBackend(Backend):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes on the calling thread alone; torch's own copy would use the compute stream's cores."""
+        # A foreign call, during which other threads run: the interpreter's lock is released.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def borrow(self, tensor: Tensor) -> Tensor:
@@ -264,6 +265,7 @@ class CpuBackend(Backend):
 
     def read(self, numbers: Tensor) -> Sequence[float | DeviceScalar]:
         """Return the numbers."""
+        # On a CPU the task that made them has finished.
         return list(numbers.tolist())
 
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
@@ -308,6 +310,7 @@ class CpuBackend(Backend):
         except Exception as error:  # noqa: BLE001 - whatever went wrong is reported with the instruction's name
             # A task that waited for a failed one reports that failure, not one of its own.
             waited_for_it = self._failure is not None and error is self._failure
+            # The first failure is the cause; what fails after it is a consequence.
             self._failure = self._failure if waited_for_it else (self._failure or failure_of(task, error))
             event.finish(self._failure)
             return
@@ -315,6 +318,7 @@ class CpuBackend(Backend):
             event.finish(RunError(f"{task.describe()} was interrupted"))
             raise
         if self.recording:
+            # Several streams append to one list, which is atomic.
             # Noted before anybody goes on, so that whoever has waited finds it.
             begin_s, end_s = start - self._begin, end - self._begin
             self._measured.append(Measured(task.instruction, task.phase, task.step, begin_s, end_s))
@@ -339,12 +343,14 @@ class CpuBackend(Backend):
     def close(self) -> None:
         """End the threads once their queues are empty."""
         for worker in self._workers.values():
+            # Behind what is queued already, so that nothing is lost.
             worker.queue.put(None)
         for worker in self._workers.values():
             worker.join()
         self._workers.clear()
 
     def _worker(self, stream: Stream) -> _Worker:
+        # Only the calling thread comes here: no lock.
         worker = self._workers.get(stream)
         if worker is None:
             worker = self._workers[stream] = _Worker(stream, self)

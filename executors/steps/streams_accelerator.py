@@ -38,6 +38,7 @@ class _EventTicket(Ticket):
 
     def issue(self, event: torch.Event | None, error: ZosimError | None = None) -> None:
         """Say that the task is on its stream, or why it is not."""
+        # Both are set before the flag: a thread that sees the flag reads them without a lock.
         self.event, self.error = event, error
         self._issued.set()
 
@@ -81,6 +82,7 @@ class _Thread(threading.Thread):
     def run(self) -> None:
         select_device(self._device)
         with torch.no_grad():
+            # In order: the queue of a stream is its order on the device.
             while (job := self._jobs.get()) is not None:
                 job()
 
@@ -155,6 +157,7 @@ class AcceleratorBackend(Backend):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy bytes on the running task's stream."""
+        # The host goes on: host memory is pinned, and the stream orders the copy against its users.
         target.copy_(source, non_blocking=True)
 
     def borrow(self, tensor: Tensor) -> Tensor:
@@ -236,6 +239,7 @@ class AcceleratorBackend(Backend):
                 task.action()
             except Exception as error:
                 raise failure_of(task, error) from error
+            # An event that keeps no time is cheaper, and orders streams as well.
             end = torch.Event(self.device, enable_timing=self.recording)
             end.record(stream)
         if start is not None:
@@ -259,6 +263,7 @@ class AcceleratorBackend(Backend):
 
     def _thread(self, name: str) -> _Thread:
         with self._lock:
+            # Threads that issue make threads that notify: two may come at once.
             thread = self._threads.get(name)
             if thread is None:
                 thread = self._threads[name] = _Thread(name, self.device)
@@ -280,6 +285,7 @@ class AcceleratorBackend(Backend):
         for (instruction, phase, step), number, start, end in self._timed:
             origin = self._origins[number]
             start_s = began_s[number] + origin.elapsed_time(start) / 1e3
+            # The driver rounds each reading, which may put the end of a short task before its start.
             end_s = max(start_s, began_s[number] + origin.elapsed_time(end) / 1e3)
             measured.append(Measured(instruction, phase, step, start_s, end_s))
         return measured
@@ -287,6 +293,7 @@ class AcceleratorBackend(Backend):
     def close(self) -> None:
         """Wait for the device; its streams end with the process."""
         if self._failure is None:
+            # Not after a failure: the device may wait for a rank that is gone.
             self.drain()
         for thread in self._threads.values():
             thread.put(None)

@@ -111,6 +111,7 @@ class UpdateWatch:
             gradient = (
                 0.0 if source is None or not source.learning_rate else source.gradients[op.perturbation]
             )
+            # Nothing was to change, so nothing is lost.
             if gradient == 0:
                 action(frame)
                 return
@@ -131,6 +132,7 @@ class UpdateWatch:
     def _count(self, before: Tensor, after: Tensor, gradient: float | DeviceScalar) -> None:
         is_counted: Tensor | int = 1
         if isinstance(gradient, DeviceScalar):
+            # Asked on the device: reading the gradient would make the host wait in every step.
             is_counted = gradient.factor(torch.float64) != 0
             self._num_sampled_there += is_counted * after.numel()
         else:

@@ -71,6 +71,7 @@ class BoundaryActions:
         def encode(frame: StepFrame) -> None:
             if frame.replayed:
                 return
+            # Popped, so that an activation lives no longer than its message needs it.
             parts = self._store.values.pop(location_of(source))
             if isinstance(parts[0], SuspendedForward):
                 data = torch.cat([forward.message(block) for forward in parts])
@@ -158,6 +159,7 @@ class BoundaryActions:
             part = message[begin : begin + size]
             tensors.append(decode(part, shape=shape, device=self._backend.device))
             begin += size
+        # A message of another plan may decode without an error; its length gives it away.
         if begin != message.numel():
             raise CodecError(f"a message of {begin} bytes is followed by {message.numel() - begin} more")
         return tensors
@@ -196,6 +198,7 @@ class BoundaryActions:
                 return
             # A part of the batch takes no more than all of it.
             most = wire.size_bytes * self._context.num_micro_batches
+            # Messages have any length up to this: sparse codecs depend on the activations.
             self._store.values[location_of(wire)] = ranks.recv(
                 op.process_group, op.offset, most, what, device
             )

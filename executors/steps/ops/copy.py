@@ -78,4 +78,5 @@ class Copies:
         assert isinstance(op, Free)
 
         store, backend = self._context.store, self._context.backend
+        # The backend says when: memory may go only once no stream uses it.
         return lambda _frame: backend.free(lambda: store.free(op.buffer))

@@ -131,6 +131,7 @@ class Exchanges:
         def scalar(frame: StepFrame) -> None:
             if frame.replayed:
                 return
+            # Read at once, and the host waits: the loss is logged, and a resumed run begins with it.
             loss = frame.losses_read[eval_point] = frame.losses[eval_point].double().item()
             # The first step has no step before: measured against itself, its gradient is 0.
             before = float(frame.losses_before.setdefault(eval_point, loss))
@@ -155,6 +156,7 @@ class Exchanges:
             num_averaged = sum(micro_batch.num_averaged for micro_batch in self._context.loaded.micro_batches)
             # Numbers of the host: by gloo a rank that is gone can be named. The host waits for its own losses here.
             # A point that another rank forwards is marked, so that nobody takes its 0 for a loss.
+            # In float64, which holds a loss of any format exactly.
             packed = torch.tensor([[0.0, _ELSEWHERE]], dtype=torch.float64).repeat(len(indices), 1)
             losses = (
                 torch.stack([frame.losses[eval_point].double() for eval_point in own]).cpu() if own else ()

@@ -244,6 +244,7 @@ class Forwards:
             for number, (eval_point, access) in enumerate(
                 zip(op.batched_eval_points, instruction.writes, strict=True)
             ):
+                # A batched forward has a row per evaluation point.
                 losses = [loss[number] for loss in outputs]
                 values[location_of(access)] = losses
                 frame.losses[eval_point] = accumulated(losses, counts)
@@ -359,6 +360,7 @@ class _ForwardSidePath:
         try:
             yield
         finally:
+            # After an error, too: others read the weights where they lie.
             bind(theta.section.tensors, theta.held)
 
 

@@ -91,6 +91,7 @@ class Sampling:
                 self._counter.fill_rows(kept, self._context.rows_on_host, indices[0], key, sampler)
                 self._store.values[location_of(wanted[0])] = kept
                 return
+            # A counter has no state: each parameter's numbers depend on the key and its index alone.
             views = [view.view(-1) for view in self._store.placed(wanted[0]).views]
             self._scaling(wanted[0], partial(self._counter.fill_parameters, views, indices, key, sampler))
 
@@ -139,12 +140,14 @@ class Sampling:
                 return
             # One generator for all graphs of a stream, so that equal draws have one graph in common.
             generator = own if graphs is None else graphs.generator()
+            # Several threads go on from the marks at once, with the bits that one sequence has.
             if again is not None and len(values[source[0]]) > 1:
                 again(frame, values[source[0]])
                 return
             if source:
                 generator.set_state(values[source[0]][0])
             else:
+                # The first group of a perturbation begins its sequence; each other goes on where one ended, as in MeZO's loop.
                 generator.manual_seed(seeded.seeds[op.perturbation])
             states = fill(frame, generator)
             for key in before:
@@ -196,6 +199,7 @@ class Sampling:
         def fill(_frame: StepFrame, generator: Generator) -> list[Tensor]:
             if graphs is None:
                 return self._scaling(wanted[0], partial(sequential.fill, views(), generator))
+            # Read before: the restore and the update sample the same numbers again from here.
             state, sampled, flat = generator.get_state(), views(), self._store.placed(wanted[0]).flat
 
             def sample(generator: Generator) -> None:
@@ -260,6 +264,7 @@ class Sampling:
             states = [generator.get_state()]
             factors = None
             if op.keep == "none":
+                # Passed over all the same: groups behind this one go on in the same sequence.
                 factor_sampler.pass_over(op.param_group, frame.step, frame.interval, generator)
             else:
                 factors = factor_sampler.sequential(
