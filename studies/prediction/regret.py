@@ -47,8 +47,8 @@ _LONGEST_STEP_S = 0.12
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the planner is asked for.
+class ChoiceRequest:
+    """What the planner is to choose a plan for.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Asked:
         model = model_of(self.case.shape).to(TORCH_DTYPES[self.case.dtype])
         axes = PlanConfig(
             search=Search(ranks=self.num_ranks),
-            weights=Weights(dtype=self.case.dtype),
+            weights=Weights.model_validate({"dtype": self.case.dtype}),
             perturbations=Perturbations.model_construct({"rng"}, rng=self.rng),
             estimator=Estimator(num_perturbations=self.num_perturbations),
         )
@@ -108,7 +108,9 @@ def calibrated_rates(topology: Topology, num_threads: int) -> Profile:
     return profile
 
 
-def asked(num_requests: int, ranks: Sequence[int], num_cores: int, seed: int) -> list[Asked]:
+def choice_requests(
+    num_requests: int, ranks: Sequence[int], num_cores: int, seed: int
+) -> list[ChoiceRequest]:
     """Return random requests of so many ranks in turn, which have equal parts of the cores."""
     generator = random.Random(seed)
     fitting = fitting_cases(generator, _LONGEST_STEP_S)
@@ -119,7 +121,7 @@ def asked(num_requests: int, ranks: Sequence[int], num_cores: int, seed: int) ->
         threads = max(1, num_cores // num_ranks)
         case = Case(case.shape, case.batch, case.seq, case.dtype, threads, "")
         found.append(
-            Asked(case, num_ranks, generator.choice(("mezo", "counter")), generator.choice((1, 1, 2)))
+            ChoiceRequest(case, num_ranks, generator.choice(("mezo", "counter")), generator.choice((1, 1, 2)))
         )
     return found
 
@@ -137,18 +139,18 @@ def plans_for(request: Request, num_next: int, num_random: int, seed: int) -> di
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MeasuredChoice:
     """What the plans of one request took.
 
     Attributes
     ----------
-    asked : Asked
+    request : ChoiceRequest
     chosen : str
         In words.
     times : mapping of str to TurnTimes
     """
 
-    asked: Asked
+    request: ChoiceRequest
     chosen: str
     times: Mapping[str, TurnTimes]
 
@@ -183,7 +185,7 @@ class Outcome:
         return max(ratio, 1 / ratio)
 
 
-def measured(item: Asked, plans: Mapping[str, Plan], num_rounds: int) -> dict[str, TurnTimes]:
+def measured(item: ChoiceRequest, plans: Mapping[str, Plan], num_rounds: int) -> dict[str, TurnTimes]:
     """Return what each plan took in each round; of several ranks, as the first saw it."""
     if item.num_ranks == 1:
         return _timed(item, plans, num_rounds)
@@ -193,12 +195,12 @@ def measured(item: Asked, plans: Mapping[str, Plan], num_rounds: int) -> dict[st
     return of_first
 
 
-def _in_rank(item: Asked, plans: Mapping[str, Plan], num_rounds: int) -> dict[str, TurnTimes]:
+def _in_rank(item: ChoiceRequest, plans: Mapping[str, Plan], num_rounds: int) -> dict[str, TurnTimes]:
     with process_group(device_type="cpu"):
         return _timed(item, plans, num_rounds)
 
 
-def _timed(item: Asked, plans: Mapping[str, Plan], num_rounds: int) -> dict[str, TurnTimes]:
+def _timed(item: ChoiceRequest, plans: Mapping[str, Plan], num_rounds: int) -> dict[str, TurnTimes]:
     before = torch.get_num_threads()
     torch.set_num_threads(item.case.num_threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -216,7 +218,7 @@ def _timed(item: Asked, plans: Mapping[str, Plan], num_rounds: int) -> dict[str,
     return times
 
 
-def _session(item: Asked, plan: Plan) -> Session:
+def _session(item: ChoiceRequest, plan: Plan) -> Session:
     model = model_of(item.case.shape).to(TORCH_DTYPES[item.case.dtype])
     return Session(plan, model, learning_rate=1e-7, num_sampling_threads=item.case.num_threads)
 
@@ -232,12 +234,12 @@ def _way(session: Session, case: Case) -> Way:
     return turn
 
 
-def report(outcomes: Sequence[Outcome]) -> Report:
+def report(choices: Sequence[MeasuredChoice]) -> Report:
     """Return a row for each request, and the ratios that the goals are about."""
     columns = ("request", "chosen", "best", "chosen (ms)", "best (ms)", "plans", "regret", "twice")
     rows = [
         (
-            each.asked.name,
+            each.request.name,
             each.chosen,
             each.best,
             f"{1e3 * each.times[_CHOSEN].median_s:.1f}",
@@ -246,22 +248,22 @@ def report(outcomes: Sequence[Outcome]) -> Report:
             f"{each.regret:.3f}",
             f"{each.noise:.3f}",
         )
-        for each in outcomes
+        for each in choices
     ]
-    regrets = [each.regret for each in outcomes]
+    regrets = [each.regret for each in choices]
     found = (median(regrets), max(regrets))
     lines = [
         f"{name} regret {value:.3f} of {len(regrets)} requests (goal {goal:g})"
         for name, value, goal in zip(("median", "worst"), found, GOALS, strict=True)
     ]
     lines.append(
-        f"the same plan twice: {median(each.noise for each in outcomes):.3f} in the median, {max(each.noise for each in outcomes):.3f} at worst"
+        f"the same plan twice: {median(each.noise for each in choices):.3f} in the median, {max(each.noise for each in choices):.3f} at worst"
     )
     return Report("", Table(columns, rows, numeric=columns[3:]), Bullets(lines))
 
 
 def main(
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 8,
+    num_requests: Annotated[int, typer.Option("--requests", min=1, help="Number of requests.")] = 8,
     next_plans: Annotated[int, typer.Option(min=0, help="Plans that come next in the planner's order.")] = 4,
     random_plans: Annotated[int, typer.Option(min=0, help="Plans picked at random.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each request.")] = 11,
@@ -276,21 +278,21 @@ def main(
     """Run chosen plans and others of the same mathematics in turns; exit with 1 where a goal is missed."""
     topology, begin = resolve(HOST), time.perf_counter()
     num_cores = topology.device_spec(topology.of_type("cpu")[0].id).num_cores
-    outcomes: list[Outcome] = []
+    choices: list[MeasuredChoice] = []
     try:
-        for number, item in enumerate(asked(requests, ranks, num_cores, seed)):
+        for number, item in enumerate(choice_requests(num_requests, ranks, num_cores, seed)):
             elapsed_s = time.perf_counter() - begin
-            if outcomes and elapsed_s * (number + 1) / number > limit_s:
+            if choices and elapsed_s * (number + 1) / number > limit_s:
                 break
             print(f"{elapsed_s:4.0f} s: {item.name}", file=sys.stderr)
             profile = calibrated_rates(topology, item.case.num_threads)
             plans = plans_for(item.request(topology, profile), next_plans, random_plans, seed + number)
-            outcomes.append(Outcome(item, plans[_CHOSEN].describe(), measured(item, plans, rounds)))
+            choices.append(MeasuredChoice(item, plans[_CHOSEN].describe(), measured(item, plans, rounds)))
     except ZosimError as error:
         print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         raise typer.Exit(2) from None
-    emit(None, json=False, text=report(outcomes))
-    regrets = [each.regret for each in outcomes]
+    emit(None, json=False, text=report(choices))
+    regrets = [each.regret for each in choices]
     raise typer.Exit(median(regrets) > GOALS[0] or max(regrets) > GOALS[1])
 
 

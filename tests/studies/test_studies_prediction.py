@@ -28,7 +28,7 @@ from studies.prediction.cases import (
 )
 from studies.prediction.measuring import MeasuredSteps, Round
 from studies.prediction.predicting import Choice, PredictedCase, case_rows
-from studies.prediction.regret import Asked, Outcome, measured, plans_for
+from studies.prediction.regret import ChoiceRequest, MeasuredChoice, measured, plans_for
 from studies.prediction.report import Benchmark, largest_underestimate, meets_goals, summary
 from topology import load_preset
 from zosim.analysis.compare import ComparedLine
@@ -253,8 +253,8 @@ def test_a_report_holds_every_case_and_says_what_was_missed():
     assert data["profiles"]["2"]["num_threads"] == 2
 
 
-def asked_of_two_ranks() -> Asked:
-    return Asked(Case(TINY["opt"], 2, 16, "float32", 1, ""), 2, "mezo", 1)
+def request_of_two_ranks() -> ChoiceRequest:
+    return ChoiceRequest(Case(TINY["opt"], 2, 16, "float32", 1, ""), 2, "mezo", 1)
 
 
 def test_regret_is_of_rounds_that_all_plans_share():
@@ -265,16 +265,16 @@ def test_regret_is_of_rounds_that_all_plans_share():
         "next 1: faster": TurnTimes((1.0, 2.0, 1.0)),
         "random 1: slower": TurnTimes((3.0, 6.0, 3.0)),
     }
-    outcome = Outcome(asked_of_two_ranks(), "mezo", times)
-    assert outcome.best == "next 1: faster"
-    assert (outcome.regret, outcome.noise) == (pytest.approx(1.1), 1.0)
+    choice = MeasuredChoice(request_of_two_ranks(), "mezo", times)
+    assert choice.best == "next 1: faster"
+    assert (choice.regret, choice.noise) == (pytest.approx(1.1), 1.0)
     del times["next 1: faster"]
-    assert (outcome.best, outcome.regret) == ("chosen", 1.0)
+    assert (choice.best, choice.regret) == ("chosen", 1.0)
 
 
 @pytest.mark.dist
 def test_plans_to_choose_from_run_in_turns_on_both_ranks():
-    item, topology = asked_of_two_ranks(), load_preset("cpu-laptop")
+    item, topology = request_of_two_ranks(), load_preset("cpu-laptop")
     plans = plans_for(item.request(topology, datasheet_profile(topology, "cpu0")), 1, 1, seed=0)
     assert [plan.placement.world_size for plan in plans.values()] == [2] * 4
     assert len({json.dumps(plan.identity(), sort_keys=True) for plan in plans.values()}) == 1
