@@ -26,7 +26,7 @@ from executors.ranks.launch import launch, process_group
 from executors.runs.session import Session
 from executors.turns import Took, TurnTimes, Way, end_to_end, in_turns
 from studies.prediction.cases import Case, fitting_cases
-from studies.prediction.setting import batch_of, model_of
+from studies.prediction.setting import batch_of, model_of, session_on
 from topology.errors import PlanError, ZosimError
 from topology.graph import Topology
 from topology.hardware import resolve
@@ -205,9 +205,9 @@ def _timed(item: ChoiceRequest, plans: Mapping[str, Plan], num_rounds: int) -> d
     torch.set_num_threads(item.case.num_threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        sessions = {name: _session(item, plan) for name, plan in plans.items()}
+        sessions = {name: session_on(plan, item.case) for name, plan in plans.items()}
         times = in_turns(
-            {name: _way(session, item.case) for name, session in sessions.items()},
+            {name: turn_of(session, item.case) for name, session in sessions.items()},
             num_rounds,
             num_warm_rounds=2,
         )
@@ -218,12 +218,8 @@ def _timed(item: ChoiceRequest, plans: Mapping[str, Plan], num_rounds: int) -> d
     return times
 
 
-def _session(item: ChoiceRequest, plan: Plan) -> Session:
-    model = model_of(item.case.shape).to(TORCH_DTYPES[item.case.dtype])
-    return Session(plan, model, learning_rate=1e-7, num_sampling_threads=item.case.num_threads)
-
-
-def _way(session: Session, case: Case) -> Way:
+def turn_of(session: Session, case: Case) -> Way:
+    """Return a turn of a session: the median of some steps behind one that does not count."""
     batch = batch_of(case)
 
     def turn(_number: int) -> Took:

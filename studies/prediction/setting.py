@@ -40,7 +40,12 @@ def plan_of(case: Case, model: nn.Module, *, topology: str, device: str) -> Plan
 def session_of(case: Case, *, topology: str, device: str) -> Session:
     """Return a session of a case; torch's number of threads must be the case's already."""
     model = model_of(case.shape).to(TORCH_DTYPES[case.dtype])
-    plan = plan_of(case, model, topology=topology, device=device)
+    return session_on(plan_of(case, model, topology=topology, device=device), case, model)
+
+
+def session_on(plan: Plan, case: Case, model: nn.Module | None = None) -> Session:
+    """Return a session of the model of a case under any plan."""
+    model = model or model_of(case.shape).to(TORCH_DTYPES[case.dtype])
     return Session(plan, model, learning_rate=1e-7, num_sampling_threads=case.num_threads)
 
 
