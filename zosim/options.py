@@ -375,7 +375,7 @@ def takes_earlier_names(
             if settings and (renamed.OPTIONS or renamed.VALUES):
                 of_tree = {option.name for option in (options_of(tree) if tree else ())}
                 known = {*inspect.signature(function).parameters, *(only or of_tree)}
-                settings = renamed.in_present_words(settings, known)
+                settings = renamed.in_present_names(settings, known)
             return function(*arguments, **settings)
 
         return cast("_Function", called)

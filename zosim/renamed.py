@@ -102,7 +102,7 @@ def _warn(what: str) -> None:
         stderr.print(f"warning: {what}; {GONE_SOON}", soft_wrap=True)
 
 
-def in_present_words(settings: dict[str, Any], known: Collection[str], stacklevel: int = 2) -> dict[str, Any]:
+def in_present_names(settings: dict[str, Any], known: Collection[str], stacklevel: int = 2) -> dict[str, Any]:
     """Return a function's keywords and their values in present spellings, and warn of each earlier one.
 
     Parameters

@@ -50,13 +50,13 @@ def lookup(trace: KernelTrace, num_elements: int) -> TracedBuffer:
 def norm(trace: KernelTrace, spec: ModelSpec, hidden: TracedBuffer, rows: int | None = None) -> TracedBuffer:
     """Play a LayerNorm (one kernel) or transformers' RMSNorm (six, and a cast each way in half precision)."""
     if spec.norm == "layernorm":
-        if "wide norm" not in spec.habits or hidden.dtype in ("float32", "float64"):
+        if "wide norm" not in spec.quirks or hidden.dtype in ("float32", "float64"):
             return trace.map(hidden)
         upcast = trace.cast(hidden, "float32")
         return trace.cast(trace.map(upcast, drop=(upcast,)), hidden.dtype, drop=True)
     rows = rows or hidden.num_elements // spec.hidden_size
     wide: DType = "float32" if hidden.dtype != "float32" else hidden.dtype
-    trace.num_kernels += ("shifted norm" in spec.habits) * (1 if hidden.dtype == wide else 3)
+    trace.num_kernels += ("shifted norm" in spec.quirks) * (1 if hidden.dtype == wide else 3)
     upcast = trace.cast(hidden, wide)
     squares = trace.map(upcast)
     variance = trace.map(squares, num_elements=rows, drop=(squares,))
@@ -111,7 +111,7 @@ def _project(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBu
         q = trace.linear(shape.rows, spec.hidden_size, queries)
         if spec.family == "opt":
             q = trace.map(q, drop=(q,))  # OPT scales the queries itself
-        are_late = "late head norms" in spec.habits
+        are_late = "late head norms" in spec.quirks
         q = q if are_late else _qk_norm(trace, spec, q)
         k = trace.linear(shape.rows, spec.hidden_size, keys)
         k = k if are_late else _qk_norm(trace, spec, k)
@@ -120,7 +120,7 @@ def _project(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBu
             q, k = _qk_norm(trace, spec, q), _qk_norm(trace, spec, k)
     if spec.positions == "rotary":
         rotated = _rotated(trace, spec, q, k)
-        if "holds projections" in spec.habits:
+        if "holds projections" in spec.quirks:
             share = spec.rotary_dim or spec.head_dim
             held += [q, k, *(trace.new(part.num_elements * share // spec.head_dim) for part in (q, k))]
         else:
@@ -133,9 +133,9 @@ def _rotated(
     trace: KernelTrace, spec: ModelSpec, q: TracedBuffer, k: TracedBuffer
 ) -> tuple[TracedBuffer, TracedBuffer]:
     """Play the rotations of queries and keys, which some code makes in float32, of numbers in it or not."""
-    is_wide = {"wide rotation", "wide products"} & {*spec.habits} and FORMATS[q.dtype].element_bytes < 4
+    is_wide = {"wide rotation", "wide products"} & {*spec.quirks} and FORMATS[q.dtype].element_bytes < 4
     wide: DType = "float32" if is_wide else q.dtype
-    begun = [trace.cast(part, wide) if "wide rotation" in spec.habits else part for part in (q, k)]
+    begun = [trace.cast(part, wide) if "wide rotation" in spec.quirks else part for part in (q, k)]
     turned = [_rotate(trace, spec, part, wide) for part in begun]
     if begun[0] is not q:
         trace.free(*begun)
@@ -218,13 +218,13 @@ def _eager(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBuff
     num_repeated = 0 if spec.num_key_value_heads == spec.num_heads else 2
     repeated = tuple(lookup(trace, shape.rows * per_token) for _ in range(num_repeated))
     dtype = shape.dtype
-    if "wide scores" in spec.habits and FORMATS[dtype].element_bytes < FORMATS["float32"].element_bytes:
+    if "wide scores" in spec.quirks and FORMATS[dtype].element_bytes < FORMATS["float32"].element_bytes:
         dtype = "float32"
         repeated += tuple(trace.new(shape.rows * per_token, dtype) for _ in range(2))
     copies = _contiguous_copies(trace, shape, per_token, 1 if repeated else 2)
     scores = trace.new(shape.batch * spec.num_heads * shape.seq * (shape.seq + spec.num_prefix_tokens), dtype)
     trace.num_kernels += 1
-    if "holds projections" in spec.habits:
+    if "holds projections" in spec.quirks:
         repeated += copies
     else:
         trace.free(*copies)
@@ -237,7 +237,7 @@ def _eager(trace: KernelTrace, spec: ModelSpec, shape: Pass) -> tuple[TracedBuff
         scores = trace.map(scores, drop=(scores,))
         scores = trace.map(scores, drop=(scores,))
     unmasked = scores
-    if "holds scores" in spec.habits:
+    if "holds scores" in spec.quirks:
         scores = trace.map(scores)
     is_eager = shape.attention == "eager"
     probabilities = trace.cast(_softmax(trace, spec, scores, is_eager=is_eager), shape.dtype, drop=True)
@@ -260,7 +260,7 @@ def _contiguous_copies(
 
 def _softmax(trace: KernelTrace, spec: ModelSpec, scores: TracedBuffer, *, is_eager: bool) -> TracedBuffer:
     """Play a softmax, in float32 for all families but a few, and back to the compute format."""
-    is_narrow = "narrow softmax" in spec.habits and is_eager
+    is_narrow = "narrow softmax" in spec.quirks and is_eager
     if spec.family in ("gpt2", "gpt_oss") or not spec.is_causal or is_narrow:
         return trace.map(scores, drop=(scores,), exponentials=1)
     upcast = scores if scores.dtype == "float32" else trace.cast(scores, "float32")

@@ -278,8 +278,8 @@ def _up_to_mlp(
     attended = _normed_after(trace, spec, attended)
     if shape.num_kept:
         entry = lookup(trace, shape.kept_rows * spec.hidden_size)
-    is_held = spec.family == "gpt2" or "holds attention" in spec.habits
-    done = () if "holds norm" in spec.habits else (normed,)
+    is_held = spec.family == "gpt2" or "holds attention" in spec.quirks
+    done = () if "holds norm" in spec.quirks else (normed,)
     residual = _added(trace, spec, entry, attended, drop=done if is_held else (*done, attended))
     return residual, _normed_before(trace, spec, residual), (kept, attended, normed)
 

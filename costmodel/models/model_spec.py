@@ -29,7 +29,7 @@ HEAD = "head"
 FRONT = ".front"
 BACK = ".back"
 
-Habit = Literal[
+Quirk = Literal[
     "holds attention", "holds norm", "holds projections", "holds scores", "late head norms", "narrow softmax", "shifted norm",
     "wide norm", "wide products", "wide rotation", "wide scores",
 ]  # fmt: skip
@@ -274,8 +274,8 @@ class ModelSpec(BaseModel):
         ``"always"``.
     has_sinks : bool
         Whether each head has a score of its own that takes attention from all tokens (gpt-oss).
-    habits : tuple of str
-        What its code does besides that takes memory; :data:`Habit` lists them.
+    quirks : tuple of str
+        What its code does besides that takes memory; :data:`Quirk` lists them.
     buffer_bytes : int
         Bytes that its modules keep besides parameters.
     windows : tuple of int
@@ -344,7 +344,7 @@ class ModelSpec(BaseModel):
     embedding_passes: NonNegativeInt = 0
     stores_scores: Literal["never", "cpu", "always"] = "never"
     has_sinks: bool = False
-    habits: tuple[Habit, ...] = ()
+    quirks: tuple[Quirk, ...] = ()
     buffer_bytes: ElementsOrNone = 0
     windows: tuple[ElementsOrNone, ...] = ()
     latent: Latents | None = None

@@ -44,7 +44,7 @@ _ZERO3_FRAGMENTED = 0.1
 
 
 @dataclass(frozen=True)
-class CodeHabits:
+class CodeQuirks:
     """What a training framework keeps beside the recipe.
 
     Attributes
@@ -97,7 +97,7 @@ class TrainingRun:
     unlike_lengths : bool
         Whether sequences differ in length.
     attention : str
-    habits : CodeHabits
+    quirks : CodeQuirks
     """
 
     model: ModelSpec
@@ -117,7 +117,7 @@ class TrainingRun:
     chunks_loss: bool = False
     unlike_lengths: bool = False
     attention: AttentionImpl = "sdpa"
-    habits: CodeHabits = CodeHabits()
+    quirks: CodeQuirks = CodeQuirks()
 
     # -- parameters --------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class TrainingRun:
     def gradient_bytes(self) -> float:
         """Bytes of all gradients of one device."""
         adapters = self.num_adapter_parameters * self._adapter_width
-        if self.habits.whole_gradients and self.sharding == "fsdp" and self.accumulation > 1:
+        if self.quirks.whole_gradients and self.sharding == "fsdp" and self.accumulation > 1:
             return self.model.num_parameters * _NARROW + adapters
         return (self.num_trained * self.recipe.gradient_bytes + adapters) / self._gradient_shards
 
@@ -228,7 +228,7 @@ class TrainingRun:
     def update_bytes(self) -> float:
         """Bytes of an update's temporaries on one device."""
         own = self.num_trained / self._state_shards
-        if self.habits.widens_gradients and self.recipe.master_bytes:
+        if self.quirks.widens_gradients and self.recipe.master_bytes:
             whole = _WIDE if self.sharding == "zero-3" else _WIDE + _NARROW
             return min(own, _SUB_GROUP) * whole if self.sharding == "zero-3" else own * whole
         adapters = self.num_adapter_parameters * self._adapter_width / self._state_shards
@@ -270,10 +270,10 @@ class TrainingRun:
                 * width
                 * (4 * (inner - model.intermediate_size) + 2 * assignments * model.hidden_size)
             )
-        if model.norm == "rmsnorm" and not self.habits.fuses_norms:
+        if model.norm == "rmsnorm" and not self.quirks.fuses_norms:
             # Python's keeps its input and what it makes of it in float32, in place of its input alone.
             saved += 2 * self.tokens * model.hidden_size * (2 * _WIDE - width)
-        if self.habits.drops_inputs:
+        if self.quirks.drops_inputs:
             saved += self.tokens * self.adapter_inputs * _DROPPED_BYTES
         if self.wide_norms:
             saved += 2 * self.tokens * model.hidden_size * (_WIDE - width)
@@ -303,8 +303,8 @@ class TrainingRun:
             return (
                 normed + 2 * _NARROW * logits
             )  # the chunks' logits and log-probabilities stay for the backward
-        copies = self.habits.num_loss_tensors + (self.sharding == "fsdp")
-        return normed + copies * (_NARROW if self.habits.narrow_loss else _WIDE) * logits
+        copies = self.quirks.num_loss_tensors + (self.sharding == "fsdp")
+        return normed + copies * (_NARROW if self.quirks.narrow_loss else _WIDE) * logits
 
     @property
     def _backward_temporaries(self) -> int:

@@ -368,7 +368,7 @@ def _within_steps(base: Profile, steps: Sequence[WholeStep]) -> list[Measurement
         )
         for step in steps
         if step.timeline is not None
-        for m in measurements_of_spans(step.timeline, ProgramSet.alone(step.program), base, fmean)
+        for m in measurements_of_spans(step.timeline, ProgramSet.of_one(step.program), base, fmean)
     ]
 
 

@@ -256,7 +256,7 @@ class Run:
         self.header[BASE] = self.header.get(BASE) or self._base_facts(session.model)
         if self.writes:
             # The header before programs: those that it does not speak of are made again.
-            self.log.go_on(history.num_bytes)
+            self.log.resume(history.num_bytes)
             remove_partial(self.out)
             # While the plan stays, so do its programs: what lowering makes of it may have changed since.
             is_kept = plan is None and recorded_programs(self.out, history.header) is not None

@@ -104,7 +104,7 @@ class RunLog:
     directory : path
         Made if need be.
     header : mapping, optional
-        To begin with; without it the log begins with :meth:`begin` or :meth:`go_on`.
+        To begin with; without it the log begins with :meth:`begin` or :meth:`resume`.
 
     Raises
     ------
@@ -136,7 +136,7 @@ class RunLog:
         # The header first: a log without one says nothing, a header without a log is a run of no step.
         self._steps = self._opened.enter_context(JsonLines(self.directory / STEPS_NAME))
 
-    def go_on(self, keep_bytes: int) -> None:
+    def resume(self, keep_bytes: int) -> None:
         """Continue the existing log after its first `keep_bytes` bytes."""
         self._steps = self._opened.enter_context(
             JsonLines(self.directory / STEPS_NAME, keep_bytes=keep_bytes)

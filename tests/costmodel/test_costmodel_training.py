@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.models.configs import read_model_spec
 from costmodel.models.recipes import RECIPES, recipe_of
-from costmodel.models.training import CodeHabits, TrainingRun
+from costmodel.models.training import CodeQuirks, TrainingRun
 from topology.errors import PlanError
 
 OPT = read_model_spec("opt-1.3b")
@@ -72,7 +72,7 @@ def test_what_saves_memory_saves_it() -> None:
 
 def test_accumulation_under_no_sync_keeps_whole_gradients() -> None:
     run = replace(LORA, sharding="fsdp", num_devices=2, accumulation=4)
-    kept = replace(run, habits=CodeHabits(whole_gradients=True))
+    kept = replace(run, quirks=CodeQuirks(whole_gradients=True))
     assert kept.gradient_bytes - run.gradient_bytes > 2 * OPT.num_parameters
 
 

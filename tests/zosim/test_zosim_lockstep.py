@@ -40,7 +40,7 @@ def assert_same_step(world):
 
 
 def alone(whole, machine):
-    return World.of(ProgramSet.alone(whole), [machine])
+    return World.of(ProgramSet.of_one(whole), [machine])
 
 
 @given(programs(), st.sampled_from(["unshared", "shared", "waiting"]), st.integers(1, 12))

@@ -405,7 +405,7 @@ def test_only_bytes_matter_to_a_pass_over_memory() -> None:
     assert _forecast("elementwise", dtype="") == _forecast("elementwise", dtype="float32")
 
 
-def test_code_has_habits_of_its_own() -> None:
+def test_code_has_quirks_of_its_own() -> None:
     """Sharding, recomputation and a host that takes milliseconds a block are the measured code's, not the machine's."""
     base = {"data_parallel": "2", "num_micro_batches": "2"}
     plain = _forecast("first_order_step", **base)

@@ -69,14 +69,14 @@ def test_a_slow_link_costs_what_simulating_there_says_and_memory_may_be_limited(
 def test_a_lost_device_ends_a_plan_and_another_takes_its_place(shared):
     answer = zosim.whatif(shared, drop=["gpu1"], derive="none")
     assert answer.after is None
-    assert answer.hindrance == "it runs on gpu1"
+    assert answer.obstacle == "it runs on gpu1"
     assert answer.replanned.plan.placement.devices == ("gpu0",)
     assert answer.replanned.plan.estimator == shared.plan.estimator
     nothing = zosim.whatif(shared, drop=["gpu0", "gpu1"], derive="none")
     assert nothing.replanned is None
-    assert nothing.nothing == "no gpu is left of rtx4090-2x"
+    assert nothing.planning_error == "no gpu is left of rtx4090-2x"
     small = zosim.whatif(shared, changes=["gpu.memory=300MiB"], derive="none")
-    assert small.hindrance.startswith("it needs ")
+    assert small.obstacle.startswith("it needs ")
 
 
 @pytest.mark.slow

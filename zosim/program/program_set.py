@@ -61,7 +61,7 @@ class ProgramSet(Document):
                     raise ProgramError(message, hint="lower the plan again for this mesh")
 
     @classmethod
-    def alone(cls, program: Program) -> ProgramSet:
+    def of_one(cls, program: Program) -> ProgramSet:
         """Return the set of one rank."""
         return cls((program,), (0,), dict.fromkeys(program.process_groups, ((0,),)))
 
@@ -120,7 +120,7 @@ class ProgramSet(Document):
     def from_data(cls, data: Mapping[str, Any], where: str) -> ProgramSet:
         """Return the set that the object of :meth:`to_json` describes, or a single program."""
         if "programs" not in data:
-            return cls.alone(Program.from_data(data, where))
+            return cls.of_one(Program.from_data(data, where))
         data = with_present_names(data, {"groups": "process_groups"})
         try:
             programs = tuple(

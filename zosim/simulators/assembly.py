@@ -1,4 +1,4 @@
-"""A run played by one of the simulators, and what was seen: its timeline, with like steps left out, and memory over time.
+"""A run of one of the simulators, and what it shows: its timeline, with like steps left out, and memory over time.
 
 Examples
 --------
@@ -45,7 +45,7 @@ WORKSPACE = "workspace"
 _Change = tuple[float, Space, str, int]
 
 
-class Playing(Protocol):
+class SimulatorRun(Protocol):
     """One simulation of a fixed number of steps.
 
     Attributes
@@ -59,14 +59,14 @@ class Playing(Protocol):
     cycle: Repeat | None
     shortened: int | None
 
-    def go(self) -> None:
+    def run_to_end(self) -> None:
         """Run to the end, or until the rest is known."""
 
     def spans(self) -> Mapping[int, Sequence[Span]]:
         """Return the spans of the ranks that are listed, by position in the world."""
 
 
-def played(world: World, start: Callable[[int], Playing], num_steps: int | None) -> Timeline:
+def run_simulator(world: World, start: Callable[[int], SimulatorRun], num_steps: int | None) -> Timeline:
     """Return the timeline of a run, by the simulator that `start` makes for a number of steps.
 
     Raises
@@ -80,12 +80,12 @@ def played(world: World, start: Callable[[int], Playing], num_steps: int | None)
     wanted = MAX_UNLIKE_STEPS if num_steps is None else num_steps
     with without_garbage_collection():
         run = start(wanted)
-        run.go()
+        run.run_to_end()
         if run.shortened is None:
             return _assembled(world, run, wanted, run.cycle)
         # The same run with fewer like steps, whose last steps and flush only come later.
         short = start(run.shortened)
-        short.go()
+        short.run_to_end()
         omitted = 0 if num_steps is None else num_steps - run.shortened
         return _assembled(world, short, run.shortened, run.cycle, omitted)
 
@@ -103,7 +103,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _assembled(
-    world: World, run: Playing, num_steps: int, cycle: Repeat | None, num_omitted: int = 0
+    world: World, run: SimulatorRun, num_steps: int, cycle: Repeat | None, num_omitted: int = 0
 ) -> Timeline:
     """Return the timeline of a run of so many steps, with further steps of a cycle put after its last step."""
     repeat = cycle and replace(cycle, num_rounds=num_omitted // cycle.num_steps)

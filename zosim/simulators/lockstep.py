@@ -18,7 +18,7 @@ import numpy as np
 from topology.errors import ProgramError
 from zosim.program.instructions import PHASES, Phase, Stream
 from zosim.program.step_graph import Rendezvous, StepGraph
-from zosim.simulators.assembly import MAX_UNLIKE_STEPS, played, without_garbage_collection
+from zosim.simulators.assembly import MAX_UNLIKE_STEPS, run_simulator, without_garbage_collection
 from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
 from zosim.simulators.periodic import PeriodDetector, shortened_steps
 from zosim.simulators.sharing import SAME_INSTANT
@@ -45,7 +45,7 @@ def simulate_many(
         As for :func:`~zosim.simulators.simulate.simulate`.
     """
     listed = sorted(range(world.size) if ranks is None else ranks)
-    return played(world, lambda steps: Lockstep(world, steps, listed), num_steps)
+    return run_simulator(world, lambda steps: Lockstep(world, steps, listed), num_steps)
 
 
 def periodic_step_s(world: World) -> float:
@@ -58,7 +58,7 @@ def periodic_step_s(world: World) -> float:
     """
     with without_garbage_collection():
         run = Lockstep(world, MAX_UNLIKE_STEPS, ())
-        run.go()
+        run.run_to_end()
     if run.cycle is None:
         return simulate_many(world).step_time_s
     return run.cycle.period_s / run.cycle.num_steps
@@ -189,7 +189,7 @@ class Lockstep:
     num_events : int
         Instructions that have ended.
     cycle, shortened
-        As of :class:`~zosim.simulators.assembly.Playing`.
+        As of :class:`~zosim.simulators.assembly.SimulatorRun`.
     """
 
     def __init__(self, world: World, num_steps: int, listed: Collection[int]) -> None:
@@ -224,7 +224,7 @@ class Lockstep:
         self._others_until_s = 0.0
         self._spans: dict[int, list[Span]] = defaultdict(list)
 
-    def go(self) -> None:
+    def run_to_end(self) -> None:
         """Run to the end, or until the rest is known.
 
         Raises

@@ -50,7 +50,7 @@ from zosim.hardware.machine import Activity, Machine
 from zosim.program import Program
 from zosim.program.instructions import Stream
 from zosim.program.step_graph import RunNode
-from zosim.simulators.assembly import played
+from zosim.simulators.assembly import run_simulator
 from zosim.simulators.periodic import PeriodDetector, shortened_steps
 from zosim.simulators.run_graph import RunGraph
 from zosim.simulators.sharing import SAME_INSTANT, fill
@@ -97,7 +97,7 @@ def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
     ProgramError
         As for :func:`simulate`.
     """
-    return played(world, lambda steps: _SimpyRun(world, steps), num_steps)
+    return run_simulator(world, lambda steps: _SimpyRun(world, steps), num_steps)
 
 
 class _SimpyRun:
@@ -117,7 +117,7 @@ class _SimpyRun:
         self.shortened: int | None = None
         self._rendezvous: dict[tuple[object, ...], tuple[simpy.Event, list[int]]] = {}
 
-    def go(self) -> None:
+    def run_to_end(self) -> None:
         """Run to the end, or until the rest is known; refuse instructions that wait for each other in a circle."""
         for rank in self.ranks:
             rank.start()

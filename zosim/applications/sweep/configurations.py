@@ -21,7 +21,7 @@ from zosim import api
 from zosim.applications.validation.tables import SURPLUS, RowsError, table_rows
 from zosim.config import HOST
 from zosim.options import ConfigOption, options_of
-from zosim.renamed import in_present_words
+from zosim.renamed import in_present_names
 
 REQUIRED = ("model", "hardware")
 """Columns of every configuration."""
@@ -127,7 +127,7 @@ def key_of(inputs: Mapping[str, Any], version: str) -> str:
 
 def plan_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under present names, as :func:`zosim.plan` takes them; a table has texts alone."""
-    options = in_present_words(dict(settings), [*_options(), *_arguments()])
+    options = in_present_names(dict(settings), [*_options(), *_arguments()])
     if "threads" in options:
         options["threads"] = int(options["threads"])
     return options
@@ -136,7 +136,7 @@ def plan_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 @lru_cache(_CACHED_VALUES)
 def _read(name: str, value: str | float | bool) -> Mapping[str, Any]:
     """Return the canonical fields of one setting. A sweep has few values, each in many rows."""
-    ((name, value),) = in_present_words({name: value}, [*_options(), *_arguments()]).items()
+    ((name, value),) = in_present_names({name: value}, [*_options(), *_arguments()]).items()
     if name in _options():
         option = _options()[name]
         return {".".join((*option.path, field)): v for field, v in _fields(option, value).items()}

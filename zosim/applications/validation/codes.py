@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from costmodel.models.recipes import TrainingRecipe
-from costmodel.models.training import CodeHabits, Sharding
+from costmodel.models.training import CodeQuirks, Sharding
 from costmodel.rates.profile import Constant, Profile
 from costmodel.work import AttentionKernel
 
@@ -40,7 +40,7 @@ class SystemCode:
         Rate of these products beside that of a library's.
     fuses_passes : bool
         Whether norms, rotations, activations and additions are a kernel each, or part of a product.
-    habits : CodeHabits
+    quirks : CodeQuirks
         What it keeps in first-order runs by recipe.
     uses_deepspeed : bool
         Whether its scripts run DeepSpeed for quantized weights and for master weights, on one device, too.
@@ -58,17 +58,17 @@ class SystemCode:
     cpu_rate: float = 1.0
     fuses_passes: bool = False
     host_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    habits: CodeHabits = field(default_factory=CodeHabits)
+    quirks: CodeQuirks = field(default_factory=CodeQuirks)
     uses_deepspeed: bool = False
 
-    def training(self, recipe: TrainingRecipe, sharding: Sharding) -> CodeHabits:
+    def training(self, recipe: TrainingRecipe, sharding: Sharding) -> CodeQuirks:
         """Return what this code keeps in a first-order run of a recipe."""
         by_choice = self.uses_deepspeed and (recipe.is_quantized or recipe.master_bytes > 0)
         if not by_choice and not sharding.startswith("zero"):
-            return self.habits
+            return self.quirks
         # DeepSpeed's wrapper leaves out autocast, so that the loss has the format of the model.
         narrow = recipe.is_quantized or sharding == "zero-3"
-        return replace(self.habits, widens_gradients=True, narrow_loss=narrow)
+        return replace(self.quirks, widens_gradients=True, narrow_loss=narrow)
 
     def profile(self, profile: Profile) -> Profile:
         """Return a device's profile with the host's constants of this code."""
@@ -109,9 +109,9 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
         ),
         # Trainers of first-order recipes. ms-swift computes the accuracy of tokens from logits, so that these and their shifted
         # copy stay. litgpt accumulates under FSDP's no_sync, and drops out adapters' inputs. torchtune compiles its norms.
-        "ms-swift": SystemCode(habits=CodeHabits(num_loss_tensors=5)),
-        "litgpt": SystemCode(habits=CodeHabits(whole_gradients=True, drops_inputs=True)),
-        **dict.fromkeys(("torchtune", "torchtune+compile"), SystemCode(habits=CodeHabits(fuses_norms=True))),
+        "ms-swift": SystemCode(quirks=CodeQuirks(num_loss_tensors=5)),
+        "litgpt": SystemCode(quirks=CodeQuirks(whole_gradients=True, drops_inputs=True)),
+        **dict.fromkeys(("torchtune", "torchtune+compile"), SystemCode(quirks=CodeQuirks(fuses_norms=True))),
         **dict.fromkeys(
             ("fms-acceleration", "peft", "lora_lab", "colossalai-gemini"),
             SystemCode(),
@@ -137,5 +137,5 @@ KERNEL_NAMES: Mapping[str, Literal["eager", "sdpa"] | None] = MappingProxyType(
 
 
 def code_of(name: str) -> SystemCode:
-    """Return the habits of an implementation."""
+    """Return the quirks of an implementation."""
     return CODES.get(name.lower(), CODES[""])

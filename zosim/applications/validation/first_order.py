@@ -54,7 +54,7 @@ def training_run(row: MeasuredRow, measured_machine: MeasuredMachine) -> Trainin
         raise Unpredictable(f"{error.message}; {error.hint}") from error
     model, code = model_of(row), code_of(row["code"])
     sharding = row.choice("sharding", _SHARDINGS)
-    habits = code.training(recipe, sharding)
+    quirks = code.training(recipe, sharding)
     names_targets = recipe.has_adapters and (row["lora_targets"] or not row["trainable"])
     shapes = adapter_shapes(model, row["lora_targets"]) if names_targets else []
     is_counted = shapes and (row["lora_rank"] or not row["trainable"])
@@ -79,7 +79,7 @@ def training_run(row: MeasuredRow, measured_machine: MeasuredMachine) -> Trainin
         chunks_loss=row.choice("loss_chunk", _YES_OR_NO),
         unlike_lengths=row["packed"] == "no",
         attention=attention_of(row, measured_machine),
-        habits=habits,
+        quirks=quirks,
     )
 
 

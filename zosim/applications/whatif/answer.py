@@ -49,11 +49,11 @@ class WhatIf:
         The plan on the machine as it was.
     after : PlannedRun or None
         The same plan on the changed one; None where it cannot run.
-    hindrance : str
+    obstacle : str
         Why it cannot run.
     replanned : Decision or None
         What the planner chooses there; None where nothing runs.
-    nothing : str
+    planning_error : str
         Why nothing does.
     derivatives : tuple of Derivative
         Of the plan where it runs, on the changed machine if it does there.
@@ -62,9 +62,9 @@ class WhatIf:
     changes: tuple[str, ...]
     before: PlannedRun
     after: PlannedRun | None
-    hindrance: str
+    obstacle: str
     replanned: Decision | None
-    nothing: str
+    planning_error: str
     derivatives: tuple[Derivative, ...]
 
     @property
@@ -106,7 +106,7 @@ class WhatIf:
         """Return in words what the change costs, and what limits the step."""
         before_s, lines = self.before.step_time_s, []
         if self.changes and self.after is None:
-            lines.append(f"the plan cannot run there: {self.hindrance}")
+            lines.append(f"the plan cannot run there: {self.obstacle}")
         elif self.changes and self.after is not None:
             lines.append(f"the plan takes {_change(self.after.step_time_s, before_s)} there")
         if self.replanned is not None and self.changes:
@@ -120,8 +120,8 @@ class WhatIf:
                 if is_same
                 else f"the planner would choose {new.describe()}: {than}"
             )
-        elif self.nothing:
-            lines.append(f"no other plan runs there: {self.nothing}")
+        elif self.planning_error:
+            lines.append(f"no other plan runs there: {self.planning_error}")
         parts = [f"{limit.description} {limit.share:.0%}" for limit in self.limits[:3]]
         lines.append(f"its critical path: {', '.join(parts)}")
         following = self.next_limit
@@ -155,14 +155,14 @@ class WhatIf:
             "changes": list(self.changes),
             "before": prediction_data(self.before.prediction),
             "after": None if self.after is None else prediction_data(self.after.prediction),
-            "hindrance": self.hindrance,
+            "obstacle": self.obstacle,
             "replanned": None
             if self.replanned is None
             else {
                 "plan": self.replanned.plan.model_dump(mode="json"),
                 "prediction": prediction_data(self.replanned.prediction),
             },
-            "nothing": self.nothing,
+            "planning_error": self.planning_error,
             "limits": [asdict(limit) for limit in self.limits],
             "next_limit": None
             if following is None
@@ -251,17 +251,17 @@ def whatif(
     before = api.simulate(plan, hardware, profile=profile, threads=threads)
     topology = changed(before.topology, changes, drop)
     search = config_of(PlanConfig, limits, only=LIMITS)
-    after, hindrance = _there(before, topology, search)
-    replanned, nothing = None, ""
+    after, obstacle = _there(before, topology, search)
+    replanned, planning_error = None, ""
     if changes or drop:
         try:
             replanned = _planned_anew(before, topology, search)
         except PlanError as error:
-            nothing = error.message
+            planning_error = error.message
     examined = after or before
     by_figure = () if derive == "none" else derivatives(examined, each=derive == "each")
     words = (*changes, *(f"without {name}" for name in drop))
-    return WhatIf(words, before, after, hindrance, replanned, nothing, by_figure)
+    return WhatIf(words, before, after, obstacle, replanned, planning_error, by_figure)
 
 
 def _there(before: PlannedRun, topology: Topology, search: PlanConfig) -> tuple[PlannedRun | None, str]:
