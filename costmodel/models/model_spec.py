@@ -77,6 +77,7 @@ def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[st
 RENAMED: Mapping[str, str] = {
     "cut_blocks": "split_blocks",
     "groups": "param_groups",
+    "habits": "quirks",
 }
 """Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 

@@ -175,15 +175,17 @@ def test_a_profile_that_says_parts_is_read():
     assert profile.Profile.model_validate_json(old) == good
 
 
-def test_programs_and_models_that_say_groups_are_read(tmp_path):
+def test_programs_and_models_that_say_groups_and_habits_are_read(tmp_path):
     programs = lower_all(zosim.plan("opt-1m", "cpu-laptop", seq=16, batch=2, mesh="data=2").plan)
     old = programs.to_json().replace('"process_groups"', '"groups"')
     assert '"groups"' in old
     assert ProgramSet.from_data(json.loads(old), "old.json") == programs
     plan = zosim.plan("opt-1m", "cpu-laptop", seq=16).plan
-    assert Plan.model_validate_json(plan.model_dump_json().replace('"param_groups"', '"groups"')) == plan
+    old = plan.model_dump_json().replace('"param_groups"', '"groups"').replace('"quirks"', '"habits"')
+    assert '"habits"' in old
+    assert Plan.model_validate_json(old) == plan
     spec = tmp_path / "model.json"
-    spec.write_text(plan.model.model_dump_json().replace('"param_groups"', '"groups"'))
+    spec.write_text(json.dumps(json.loads(old)["model"]))
     assert read_model_spec(str(spec)) == plan.model
 
 
