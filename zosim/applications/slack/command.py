@@ -1,4 +1,4 @@
-"""``zosim slack``: how many steps fit beside live requests, and what they do to the latencies of these."""
+"""``zosim slack``: how many steps fit between live requests, and what they do to the latencies of these."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _view(data: dict[str, Any], p99_ms: float | None) -> Report:
     heads: tuple[str, ...] = ("policy", "steps/h", "formula", "mean ms", "formula", "p50 ms", "p99 ms")
     if p99_ms is not None:
         heads = (*heads, f"p99 <= {p99_ms:g} ms")
-    heading = f"a background step of {data['step_s'] * 1e3:.4g} ms in {data['segments']} segments beside {data['requests']:,} requests"
+    heading = f"a background step of {data['step_s'] * 1e3:.4g} ms in {data['segments']} segments alongside {data['requests']:,} requests"
     return Report("", Table((heading, *heads[1:]), rows))
 
 

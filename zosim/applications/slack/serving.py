@@ -15,7 +15,7 @@ in a row; it starts when nobody waits. What a request that arrives meanwhile wai
 Notes
 -----
 With one request to a batch, and arrivals at random, a server that always has a background step is an M/G/1 queue with vacations: a
-request waits as without background steps, and for the rest of a part besides [1]_. With services of ``s`` and parts of ``v`` seconds
+request waits as without background steps, and for the rest of a segment besides [1]_. With services of ``s`` and segments of ``v`` seconds
 that do not vary, at a load ``ρ = λ·s`` below 1,
 
     mean wait = λ·s² / (2·(1 - ρ)) + v / 2.
