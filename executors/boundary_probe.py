@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
+from torch import Tensor, nn
 
 from costmodel.formats.codecs import CodecSpec, codec_spec, overhead_bytes
+from costmodel.models.model_spec import block_segment
 from executors.codecs import codec_of, decode_quantized, encode_quantized, encoding_of, quantize
 from executors.codecs.encodings import Symbols
 from executors.codecs.fidelity import Visibility, received, relative_error, visibility
@@ -290,6 +291,14 @@ def probe(
         ),
     ] = _CODECS,
     num_batches: Annotated[int, typer.Option(min=1, max=4096, help="Number of batches to measure.")] = 2,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure which experts tokens visit instead, and write the model with their shares here, for "
+            "`zosim plan --model`.",
+        ),
+    ] = None,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
@@ -301,6 +310,9 @@ def probe(
     plan, run = config.plan, config.run
     loaded = load_model(model, dtype=plan.weights.dtype, random_weights=run.random_weights, seed=run.seed)
     batches = _batches(loaded, model, data, plan.batch, num_batches, plan.seq, config.data.template)
+    if experts is not None:
+        _probe_experts(loaded.eval(), batches, Path(experts), as_json=as_json)
+        return
     report = probe_boundaries(
         SegmentedModel(loaded), batches, specs, epsilon=plan.estimator.epsilon, seed=run.seed
     )
@@ -310,6 +322,32 @@ def probe(
                 f"{row.split_point}, {row.tensor}, {row.codec}: {row.warning}", markup=False, soft_wrap=True
             )
     emit(report, json=as_json, text=_view(report))
+
+
+def _probe_experts(model: nn.Module, batches: Sequence[Batch], target: Path, *, as_json: bool) -> None:
+    from executors.models.routing import measure_routing
+
+    spec, report = measure_routing(model, batches)
+    target.write_text(spec.model_dump_json(indent=1), encoding="utf-8")
+    rows = [
+        (
+            block_segment(own.block),
+            f"{own.largest_share:.1%}",
+            f"{own.smallest_share:.1%}",
+            f"{own.fullest:.0f}",
+            f"{own.visited:.1f}",
+            f"{own.predicted:.1f} ± {1.96 * own.predicted_error:.1f}",
+            f"{own.uploads:.1f}",
+            f"{own.most_uploads}",
+        )
+        for own in report.blocks
+    ]
+    columns = (
+        "block", "largest share", "smallest share", "tokens of the fullest", "visited", "predicted",
+        f"uploads beside {report.num_resident}", "at most",
+    )  # fmt: skip
+    title = f"experts that {report.num_tokens} tokens visit, of {report.num_sequences} sequences"
+    emit(report, json=as_json, text=Table(columns, rows, title=title, numeric=columns[1:]))
 
 
 def _batches(

@@ -23,8 +23,9 @@ from pydantic import (
 )
 
 from costmodel.formats import StorageFormat
+from costmodel.models.experts import Experts
 from costmodel.models.groups import ParameterEntry
-from costmodel.models.model_spec import EMBED, HEAD, Experts, Latents, ModelSpec, block_segment
+from costmodel.models.model_spec import EMBED, HEAD, Latents, ModelSpec, block_segment
 from topology.limits import MAX_ELEMENTS, Blocks, Extent
 from topology.reading import shipped_yaml
 from topology.validation import RuleError, did_you_mean

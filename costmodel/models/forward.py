@@ -391,7 +391,7 @@ def _mixture(trace: KernelTrace, spec: ModelSpec, shape: Pass, shared: TracedBuf
     trace.free(trace.map(scores, drop=(scores,), exponentials=1))
     trace.num_kernels += _NUM_ROUTING_KERNELS
     assignments, inner = rows * experts.num_per_token, experts.intermediate_size
-    num_active = round(experts.num_active(rows))
+    num_active = round(experts.num_active(rows, shape.block))
     order = trace.new(assignments * _ORDER_BYTES // 4, "float32")
     picked = lookup(trace, assignments * hidden)
     biases = [lookup(trace, assignments * 2 * inner)] if experts.has_biases else []

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
 
 from costmodel.formats import StorageFormat
 from costmodel.formats.stored_quantization import StoredQuantization
+from costmodel.models.experts import Experts
 from topology.errors import ModelError
 from topology.limits import Blocks, Elements, ElementsOrNone, Extent
 from topology.renamed import with_present_names
@@ -139,75 +140,6 @@ class ParamGroup(BaseModel):
     def is_tied(self) -> bool:
         """Whether two segments read it."""
         return len(self.segments) > 1
-
-
-class Experts(BaseModel):
-    """Experts of a mixture, of which each token visits a few; every block has as many of its own.
-
-    Attributes
-    ----------
-    num_experts, num_per_token : int
-        How many there are in a block, and how many of them a token visits.
-    intermediate_size : int
-        Width of one expert's gated MLP.
-    shared_size : int
-        Width of the MLP that all tokens go through besides, 0 where there is none.
-    gates_shared : bool
-        Whether that MLP's output is scaled by a gate of its own (Qwen2-MoE).
-    has_biases : bool
-        Whether experts have biases, which are picked for every visit.
-    dense_blocks : tuple of int
-        Blocks that have one MLP in place of experts.
-    shares : tuple of float
-        Share of the visits that each expert gets; empty where nobody has measured it, which counts as even.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    num_experts: Extent
-    num_per_token: Extent
-    intermediate_size: Extent
-    shared_size: ElementsOrNone = 0
-    gates_shared: bool = False
-    has_biases: bool = False
-    dense_blocks: tuple[NonNegativeInt, ...] = ()
-    shares: tuple[NonNegativeFloat, ...] = ()
-
-    @model_validator(mode="after")
-    def _are_enough(self) -> Experts:
-        if self.num_per_token > self.num_experts:
-            message = f"num_experts_per_tok={self.num_per_token} exceeds the {self.num_experts} experts"
-            raise ModelError(message, hint=f"use {self.num_experts} or less")
-        if self.shares and (len(self.shares) != self.num_experts or not sum(self.shares)):
-            message = f"there are shares of {len(self.shares)} experts, but the model has {self.num_experts}"
-            raise ModelError(message, hint="give one share per expert, not all of them 0")
-        return self
-
-    def num_active(self, num_tokens: int) -> float:
-        """Return how many experts of a block so many tokens are expected to visit.
-
-        Notes
-        -----
-        Tokens choose ``k`` of ``E`` experts independently of each other, expert ``e`` with probability ``p_e``, which add up to
-        ``k``. The number of experts that at least one of ``T`` tokens visits is expected to be ``Σ 1 - (1 - p_e)^T``; where all
-        are as likely, ``E (1 - (1 - k/E)^T)``. Even shares visit the most.
-
-        Examples
-        --------
-        >>> mixtral = Experts(num_experts=8, num_per_token=2, intermediate_size=14336)
-        >>> mixtral.num_active(1), mixtral.num_active(4), round(mixtral.num_active(2048), 6)
-        (2.0, 5.46875, 8.0)
-        """
-        even = (1.0,) * self.num_experts
-        total, left = self.shares or even, float(self.num_per_token)
-        # No token visits an expert twice: what a large share has above 1 goes to the others.
-        ordered = sorted(total, reverse=True)
-        rest, active = sum(ordered), 0.0
-        for share in ordered:
-            probability = min(1.0, left * share / rest) if rest else 0.0
-            active += 1 - (1 - probability) ** num_tokens
-            left, rest = left - probability, rest - share
-        return active
 
 
 class Latents(BaseModel):
@@ -383,6 +315,9 @@ class ModelSpec(BaseModel):
         if len(self.windows) not in (0, self.num_blocks):
             message = f"model {self.name}: windows are stated of {len(self.windows)} blocks, and it has {self.num_blocks}"
             raise ModelError(message)
+        if self.experts is not None and len(self.experts.shares) not in (0, 1, self.num_blocks):
+            message = f"model {self.name}: shares of experts are given for {len(self.experts.shares)} blocks, and it has {self.num_blocks}"
+            raise ModelError(message, hint="give a row for each block, or one for all")
         if len(self.boundary_elements) not in (0, len(self.segments) - 1):
             message = f"model {self.name}: boundary_elements has {len(self.boundary_elements)} entries for {len(self.segments)} segments"
             raise ModelError(message, hint="give one for each segment but the head, or none")

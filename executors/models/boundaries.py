@@ -430,4 +430,4 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

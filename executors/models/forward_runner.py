@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from costmodel.formats.codecs import codec_spec
 from costmodel.models.model_spec import ParamGroup, block_index
 from executors.models.batched import BatchedModel
 from executors.models.model import (
@@ -25,6 +24,7 @@ from executors.models.parameters import NamedTensor
 from executors.models.quantized import make_layers_quantizable
 from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
+from zosim.lowering.split import is_encoded
 from zosim.plans import Plan
 
 
@@ -127,12 +127,11 @@ def _end_stages(model: SuspendedModel, plan: Plan) -> None:
     ModelError
         If a codec is to encode what they pass on, or it is not all that the next stage needs.
     """
-    split = plan.split
-    if not split.split_points:
+    if not plan.split_points:
         return
-    if not all(codec_spec(name).is_lossless for name in (split.codec, split.residual_codec)):
+    if any(is_encoded(plan, boundary) for boundary in range(len(plan.split_points))):
         raise ModelError(
             f"{type(model.model).__name__} hands several tensors from block to block, which no codec encodes",
             hint="use --codec none --residual-codec none",
         )
-    model.end_stages_at([block_index(name) for name in split.split_points])
+    model.end_stages_at([block_index(name) for name in plan.split_points])

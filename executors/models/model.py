@@ -11,7 +11,7 @@ them (:class:`SuspendedModel`); one that defies this, too, is a single segment (
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -607,7 +607,7 @@ class SuspendedModel(UnsplitModel):
         return self._begin(batch, cache, None)
 
     def resumed(
-        self, block: int, batches: Sequence[tuple[Batch, StepCache]], data: Tensor
+        self, block: int, batches: Iterable[tuple[Batch, StepCache]], data: Tensor
     ) -> Iterator[Handed]:
         """Yield the forwards that another stage left behind `block`, suspended there, of each part of a message.
 

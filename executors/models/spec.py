@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from costmodel.models.configs import spec_of_config
-from costmodel.models.model_spec import Experts, ModelSpec
+from costmodel.models.experts import Experts
+from costmodel.models.model_spec import ModelSpec
 from executors.formats import format_of
 from executors.models.blocks import fills_masks
 from executors.models.loading import load_config, model_class, quietly_loading
@@ -212,12 +213,16 @@ _EXPERTS_PER_TOKEN = (
 """What families call the number of experts that a token visits."""
 
 
+def experts_of(block: nn.Module) -> list[nn.Module]:
+    """Return a block's modules of experts that lie in one tensor, as transformers keeps them."""
+    return [
+        module for module in block.modules() if getattr(getattr(module, "down_proj", None), "ndim", 0) == 3
+    ]
+
+
 def _experts(segmented: SegmentedModel, hidden: int, num_per_token: int | None) -> Experts | None:
     """Return the experts of a model's blocks; None where it has none that lie in one tensor, as transformers keeps them."""
-    expert_modules = [
-        [module for module in block.modules() if getattr(getattr(module, "down_proj", None), "ndim", 0) == 3]
-        for block in segmented.blocks
-    ]
+    expert_modules = list(map(experts_of, segmented.blocks))
     first = next((number for number, modules in enumerate(expert_modules) if modules), None)
     if first is None:
         return None

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from costmodel import spec_of_config
+from costmodel.models.experts import Experts
 from costmodel.models.families import FAMILIES
 from costmodel.models.forward import forward_work
-from costmodel.models.model_spec import Experts
 from tests.costmodel.test_costmodel_forward_torch import DTYPES, LiveStorages
 from tests.support.tiny_families import TINY
 from topology.errors import ModelError
@@ -127,11 +127,36 @@ def test_experts_that_are_visited_are_counted_as_they_are_when_tokens_choose():
 
 
 def test_uneven_experts_are_visited_by_no_more_than_even_ones():
-    shares = (0.9, *15 * (0.1 / 15,))
-    uneven = Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=shares)
+    shares = [0.9, *15 * (0.1 / 15,)]  # one row for all blocks, as earlier versions wrote it
+    uneven = Experts.model_validate(
+        {"num_experts": 16, "num_per_token": 2, "intermediate_size": 1, "shares": shares}
+    )
     even = uneven.model_copy(update={"shares": ()})
     for num_tokens in (1, 2, 8, 100):
         assert uneven.num_active(num_tokens) <= even.num_active(num_tokens) + 1e-9
+        # The largest share is above 1 visit for each token, so that expert is always visited, and a cache of it misses none.
+        cached = uneven.num_active(num_tokens, num_resident=1)
+        assert uneven.num_active(num_tokens) - cached == pytest.approx(1)
+        assert even.num_active(num_tokens) <= even.most_uploads(num_tokens)
+    assert uneven.num_tokens_of_fullest(8) == 8
     assert uneven.num_active(1) == pytest.approx(2)
     with pytest.raises(ModelError, match="shares of 3 experts"):
-        Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=(1, 1, 1))
+        Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=((1, 1, 1),))
+
+
+def test_the_error_of_active_experts_covers_what_samples_of_shares_make_of_it():
+    torch.manual_seed(0)
+    shares, counted = torch.rand(8).softmax(0), []
+    for _ in range(400):
+        visits = torch.multinomial(shares, 200, replacement=True).bincount(minlength=8) / 200
+        counted.append(_experts_of(visits).num_active(6))
+    errors = (shares * (1 - shares) / 200).sqrt()
+    error = _experts_of(shares, errors).active_error(6)
+    assert torch.tensor(counted).std() == pytest.approx(error, rel=0.2)
+
+
+def _experts_of(shares, errors=None):
+    rows = {} if errors is None else {"share_errors": (tuple(errors.tolist()),)}
+    return Experts(
+        num_experts=8, num_per_token=2, intermediate_size=1, shares=(tuple(shares.tolist()),), **rows
+    )

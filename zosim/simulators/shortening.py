@@ -47,6 +47,11 @@ def shortest(model: ModelSpec) -> ModelSpec:
             ),
             *model.windows[index : index + 1],
             *model.boundary_elements[index + 1 : index + 2],
+            *(
+                model.experts.shares[index : index + 1]
+                if model.experts and len(model.experts.shares) > 1
+                else ()
+            ),
         )
         for index in range(model.num_blocks)
     }
@@ -81,7 +86,12 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
         of_blocks["boundary_elements"] = (embed, *(handed[old] for old in number))
     if model.experts is not None:
         dense = tuple(number[old] for old in model.experts.dense_blocks if old in number)
-        of_blocks["experts"] = model.experts.model_copy(update={"dense_blocks": dense})
+        rows = {
+            name: tuple(of[old] for old in number) if len(of) > 1 else of
+            for name in ("shares", "share_errors")
+            for of in [getattr(model.experts, name)]
+        }
+        of_blocks["experts"] = model.experts.model_copy(update={"dense_blocks": dense, **rows})
     # Not model_copy, which would take the cached values along.
     changed = {
         "num_blocks": len(kept),

@@ -1,0 +1,171 @@
+"""Which experts of a mixture the tokens of some data visit, watched while the model's own forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from costmodel.models.experts import Experts
+from costmodel.models.model_spec import ModelSpec
+from executors.models.blocks import find_blocks
+from executors.models.model import Batch
+from executors.models.spec import experts_of, spec_of_model
+from topology.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRouting:
+    """Visits of one block's experts.
+
+    Attributes
+    ----------
+    block : int
+    largest_share, smallest_share : float
+        Of the visits, those of the expert that gets the most and of the one that gets the fewest.
+    fullest : float
+        Tokens of a batch that visited the expert which most of them did; mean over batches.
+    visited : float
+        Experts that a batch visited; mean over batches.
+    predicted, predicted_error : float
+        Experts that as many independent tokens are expected to visit, and the standard error that comes of the sample.
+    uploads, most_uploads : float
+        Of the experts beside the quarter that is visited the most, those that a batch is expected to need, and the most it can.
+    """
+
+    block: int
+    largest_share: float
+    smallest_share: float
+    fullest: float
+    visited: float
+    predicted: float
+    predicted_error: float
+    uploads: float
+    most_uploads: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingReport:
+    """Routing of a mixture of experts on some data.
+
+    Attributes
+    ----------
+    num_sequences, num_tokens : int
+        Sequences that were watched, and tokens of a batch, padding included: it is routed, too.
+    num_resident : int
+        Experts of a block that `uploads` takes to be on the device.
+    blocks : list of BlockRouting
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_resident: int
+    blocks: list[BlockRouting]
+
+
+def measure_routing(model: nn.Module, batches: Sequence[Batch]) -> tuple[ModelSpec, RoutingReport]:
+    """Return a mixture's specification with the measured shares of its experts, and a report of them.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A language model whose blocks have experts.
+    batches : sequence of mapping
+        Batches of the data.
+
+    Raises
+    ------
+    ModelError
+        If the model has no experts, or its code does not tell their modules which tokens visit them.
+
+    Notes
+    -----
+    Tokens of one sequence choose alike, so the errors of shares are those of a mean over sequences, not over tokens.
+    """
+    spec = spec_of_model(model)
+    if spec.experts is None:
+        raise ModelError(f"the blocks of {spec.name} have no experts", hint="leave --experts out")
+    with _watched(model, spec.experts.num_experts) as visits, torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    if not any(visits):
+        message = f"{type(model).__name__} does not tell its experts' modules which tokens visit them"
+        raise ModelError(message, hint="plan without measured shares, which counts them as even")
+    rows = [_shares(own) if own else ((), ()) for own in visits]
+    experts = spec.experts.model_copy(
+        update={"shares": tuple(row for row, _ in rows), "share_errors": tuple(row for _, row in rows)}
+    )
+    num_tokens = batches[0]["input_ids"].numel()
+    resident = spec.experts.num_experts // 4
+    blocks = [_report(experts, block, own, num_tokens, resident) for block, own in enumerate(visits) if own]
+    num_sequences = sum(len(batch["input_ids"]) for batch in batches)
+    return spec.model_copy(update={"experts": experts}), RoutingReport(
+        num_sequences, num_tokens, resident, blocks
+    )
+
+
+@contextmanager
+def _watched(model: nn.Module, num_experts: int) -> Iterator[list[list[Tensor]]]:
+    """Yield a list for each block that receives the visits (sequences, experts) of every batch while the model runs."""
+    blocks = find_blocks(model)
+    visits: list[list[Tensor]] = [[] for _ in blocks]
+    num_sequences = 1
+
+    def enter(_model: nn.Module, _args: object, given: dict[str, Tensor]) -> None:
+        nonlocal num_sequences
+        num_sequences = len(given["input_ids"])
+
+    def watch(own: list[Tensor]) -> object:
+        def note(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            chosen = next(
+                (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dtype == torch.int64),
+                None,
+            )
+            if chosen is not None:
+                rows = chosen.reshape(num_sequences, -1)
+                # Some code numbers a place for no expert behind the last.
+                counts = [row[row < num_experts].bincount(minlength=num_experts) for row in rows]
+                own.append(torch.stack(counts).double().cpu())
+
+        return note
+
+    hooks = [model.register_forward_pre_hook(enter, with_kwargs=True)]
+    hooks += [
+        module.register_forward_pre_hook(watch(own), with_kwargs=True)
+        for own, block in zip(visits, blocks, strict=True)
+        for module in experts_of(block)
+    ]
+    try:
+        yield visits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shares(visits: Sequence[Tensor]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the share of the visits that each expert gets, and its standard error over sequences."""
+    by_sequence = torch.cat(list(visits))
+    shares = by_sequence / by_sequence.sum(1, keepdim=True)
+    mean = shares.mean(0)
+    spread = shares.std(0) if len(shares) > 1 else (mean * (1 - mean)).sqrt()
+    return tuple(mean.tolist()), tuple((spread / len(shares) ** 0.5).tolist())
+
+
+def _report(
+    experts: Experts, block: int, visits: Sequence[Tensor], num_tokens: int, num_resident: int
+) -> BlockRouting:
+    counts = torch.stack([own.sum(0) for own in visits])
+    return BlockRouting(
+        block,
+        max(experts.shares[block]),
+        min(experts.shares[block]),
+        float(counts.max(1).values.mean()),
+        float((counts > 0).sum(1).double().mean()),
+        experts.num_active(num_tokens, block),
+        experts.active_error(num_tokens, block),
+        experts.num_active(num_tokens, block, num_resident=num_resident),
+        experts.most_uploads(num_tokens, num_resident=num_resident),
+    )
