@@ -13,7 +13,8 @@ A block of commands is preceded by a comment that says how it is run:
 ``<!-- not run: REASON -->``
     Left alone, for the reason given. Not in README.md.
 
-A block of Python may be ``run``, too. The blocks of one page share a directory that starts out empty.
+A block of Python may be ``run``, too. The blocks of one page share a directory that starts out empty. Commands begin as
+copies of one Python that has imported torch; those of one page are new Pythons, as a reader's are.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import warm_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("studies/**/*.md"))]
@@ -35,6 +39,8 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 RUN = re.compile(r"run$|run: |run with: ")
+OF_NEW_PYTHONS = ROOT / "docs" / "tutorials" / "first-run.md"
+ENVIRONMENT = {**os.environ, "NO_COLOR": "1", "COLUMNS": "110"}
 
 
 @dataclass(frozen=True)
@@ -74,17 +80,11 @@ def is_as_shown(shown: str, actual: str) -> bool:
     return re.fullmatch(r"\s?.*\s?".join(parts), " ".join(actual.split()), re.DOTALL) is not None
 
 
-def run(command: str, directory: Path) -> str:
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "NO_COLOR": "1",
-        "COLUMNS": "110",
-    }
+def run(command: str, directory: Path, programs: Path) -> str:
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=directory,
-        env=environment,
+        env={**ENVIRONMENT, "PATH": os.pathsep.join([str(programs), os.environ["PATH"]])},
         capture_output=True,
         text=True,
         check=False,
@@ -97,12 +97,19 @@ def with_commands() -> list[Path]:
     return [page for page in PAGES if any(RUN.match(block.mark) for block in blocks(page))]
 
 
+@pytest.fixture(scope="module")
+def copies() -> Iterator[Path]:
+    with warm_commands(ENVIRONMENT) as folder:
+        yield folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", with_commands(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path, copies: Path) -> None:
+    programs = Path(sys.executable).parent if page == OF_NEW_PYTHONS else copies
     for block in blocks(page):
         for command, shown in block.commands if RUN.match(block.mark) else ():
-            actual = run(command, tmp_path)
+            actual = run(command, tmp_path, programs)
             if block.mark == "run: compare":
                 assert is_as_shown(shown, actual), (
                     f"$ {command}\n{actual}\n--- but {page.name} shows\n{shown}"
