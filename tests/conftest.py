@@ -11,6 +11,9 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 for _variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
     os.environ[_variable] = "1"
 os.environ["MPLBACKEND"] = "Agg"
+# Whoever starts the tests in a terminal of their own width, or without colours, sees what others see.
+for _variable in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+    os.environ.pop(_variable, None)
 
 import gc
 import ipaddress
@@ -19,7 +22,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -142,6 +145,20 @@ class _LocalSocket(socket.socket):
 
 
 socket.socket = _LocalSocket  # type: ignore[misc]
+
+
+OF_PROCESSES = ("PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that pytest, a process that joins others, and the first import of executors set for good."""
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """Find the test that leaves variables behind, for others to fail by."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    names = {*before, *after}.difference(OF_PROCESSES)
+    assert {name: after.get(name) for name in names if after.get(name) != before.get(name)} == {}
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,7 @@ from executors.runs.session import Session
 from tests.support.distributed import OFFLOADED
 from tests.support.reference_mezo import differing
 from tests.support.tiny import batches, model_of, plan_of
+from tests.support.waiting import HANG_S
 from topology.errors import Hazard, ProgramError, RunError
 from zosim.applications.first_order.programs import PRESETS, lower_first_order
 from zosim.lowering import lower
@@ -104,23 +105,26 @@ def step_and_flush(session, batch):
     session.flush()
 
 
-def slowed(action):
+def at_rendezvous(action, other):
     def act(frame):
-        time.sleep(0.05)
+        other.wait(HANG_S)
         action(frame)
 
     return act
 
 
 def test_streams_really_overlap(opt):
-    """An upload listed behind a compute instruction runs beside it: nothing orders the two."""
+    """An upload listed behind a compute instruction runs beside it: each waits until the other has begun."""
+    both = threading.Barrier(2)
     model, plan, program = opt
     with Session(plan, model, program=program) as session:
         (batch,) = batches(1)
         session.step(batch)
         for i, item in enumerate(session.interpreter._resolved["step"]):
             if item.instruction.id in ("block.2/upload", "block.0/forward[q0+]"):
-                session.interpreter._resolved["step"][i] = replace(item, action=slowed(item.action))
+                session.interpreter._resolved["step"][i] = replace(
+                    item, action=at_rendezvous(item.action, both)
+                )
         session.step(batch)
         spans = {s.instruction: s for s in session.timeline().spans if s.step == 1 and s.phase == "step"}
     upload, forward = spans["block.2/upload"], spans["block.0/forward[q0+]"]

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 from dataclasses import replace
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -480,15 +479,15 @@ def test_the_time_limit_is_of_the_whole_answer_however_it_drips(header):
         connection, _ = listening.accept()
         with connection, contextlib.suppress(OSError):
             connection.sendall(header)
-            while not is_over.wait(0.02):
+            for _ in range(3000):  # a client that waits for the end sees another error
+                if is_over.wait(0.02):
+                    return
                 connection.sendall(b"[" if header else b"H")
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=drip, args=(listening,), daemon=True).start()
-        begin = time.monotonic()
         with pytest.raises(RunError, match=r"did not answer /v1/models within 0\.3 s"):
             RemoteServer(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.3)
-        assert time.monotonic() - begin < 3
         is_over.set()
 
 
