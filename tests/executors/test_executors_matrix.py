@@ -1,8 +1,8 @@
 """Placement x setting x {fresh, resumed, replayed}: whatever a step's placement, every bit is that of its mathematics.
 
-:mod:`tests.support.matrix` makes the cases of the settings. Quick are those that hold every pair of values that the literal
-loop is written for, and every other value once; slow, every other value with every value of a placement; broad, all pairs on up to
-four ranks, and a thousand at random.
+:mod:`tests.support.matrix` makes the cases of the settings. Quick are those that hold a value for the first time; slow,
+those that hold every pair of values that the literal loop is written for, and every other value with every value of a
+placement; broad, all pairs on up to four ranks, and a thousand at random.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ NOT_QUICK = {
 
 
 def quick_cases():
-    """Return the cases of the literal loop, and of the others each that is the first to hold a value."""
-    cases = list(matrix.literal_cases())
-    held = {value for case in cases for value in case.settings.items()}
-    for case in matrix.other_cases():
+    """Return the cases that are the first to hold a value."""
+    cases, held = [], set()
+    for case in (*matrix.literal_cases(), *matrix.other_cases()):
         if not held.issuperset(case.settings.items()):
             cases.append(case)
             held.update(case.settings.items())
@@ -38,7 +37,8 @@ def pytest_generate_tests(metafunc):
     if "case" not in metafunc.fixturenames:
         return
     chosen = dict.fromkeys(quick_cases(), ())
-    chosen |= {case: pytest.mark.slow for case in matrix.other_cases() if case not in chosen}
+    slow = (*matrix.literal_cases(), *matrix.other_cases())
+    chosen |= {case: pytest.mark.slow for case in slow if case not in chosen}
     if metafunc.config.getoption("--run-broad"):
         others = (*matrix.all_cases(), *matrix.random_cases(NUM_AT_RANDOM))
         chosen |= {case: pytest.mark.broad for case in others if case not in chosen}

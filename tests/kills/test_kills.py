@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.crossed(slow=3)
+@pytest.mark.crossed(slow=5)
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

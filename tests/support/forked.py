@@ -2,7 +2,7 @@
 
 A fresh process spends three seconds of a core on importing torch and transformers; a copy has them. It is a process
 all the same, with memory, sockets, signals and an end of its own. That fresh processes work as well is seen by tests
-that ask for ``fresh_ranks``, by those that run torchrun, and by the commands of the README.
+that ask for ``fresh_ranks``, by those that run torchrun, and by the commands of the first tutorial.
 """
 
 from __future__ import annotations

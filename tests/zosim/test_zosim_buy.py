@@ -358,6 +358,7 @@ def test_where_nothing_fits_the_answer_says_why_and_what_would():
     assert smaller[:12] in plain_text
 
 
+@pytest.mark.slow
 @pytest.mark.crossed(quick=2)
 @pytest.mark.parametrize(("option", "unit"), [("--deadline", "h"), ("--budget", "")])
 def test_the_limit_that_would_let_a_machine_in_does(option, unit):
@@ -395,6 +396,7 @@ def test_who_rents_one_device_has_its_share_of_the_host():
     assert share_of(whole, 8).nodes[0] == whole.nodes[0]
 
 
+@pytest.mark.slow
 def test_a_slice_offloads_no_more_than_its_share_and_the_owner_may_use_all():
     chosen = market(model="opt-175b", batch=1, seq=512)
     offers, refused = offers_of(chosen, "dgx-h100")

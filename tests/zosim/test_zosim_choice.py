@@ -37,6 +37,7 @@ def test_steps_to_a_target_decide_where_both_are_known(choice: OrderChoice) -> N
     assert many.zeroth.total_s == pytest.approx(20_000 * many.zeroth.step_s)
 
 
+@pytest.mark.slow
 def test_zeroth_order_is_the_choice_where_no_recipe_fits() -> None:
     decision = zosim.plan("opt-175b", "a100-80gb-milan", dtype="float16", batch=1, seq=256)
     choice = zosim.choose_order(decision)

@@ -49,6 +49,7 @@ def test_what_one_domain_does_not_hold_lies_in_the_next() -> None:
     assert "copies reach at 24 GB/s" in words
 
 
+@pytest.mark.slow
 @pytest.mark.crossed(quick=3)
 @pytest.mark.parametrize(("socket_bytes_per_s", "wire"), [(6e9, "socket"), (24e9, "socket"), (100e9, "pcie")])
 def test_copies_take_the_time_of_both_ways(socket_bytes_per_s: float, wire: str) -> None:

@@ -81,6 +81,7 @@ def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
     assert any("would be faster but does not fit" in reason for reason in tight.reasons)
 
 
+@pytest.mark.slow
 def test_more_memory_never_makes_the_best_plan_slower() -> None:
     times = []
     for limit_gib in (1.6, 1.8, 2.4, 4, 8):
@@ -141,6 +142,7 @@ def test_a_narrower_transfer_needs_permission() -> None:
         choose(request(dtype="float32", residency=narrow))
 
 
+@pytest.mark.slow
 def test_narrower_transfers_help_exactly_where_the_bus_limits() -> None:
     wide = choose(request(dtype="float32", method="zo2", forward=ForwardPass(compute_dtype="tf32"), seq=128))
     lossy = choose(
@@ -162,6 +164,7 @@ def test_methods_restrict_the_residency() -> None:
     assert {p.residency.blocks for p in placements(request(method="zo2"))} == {"offloaded"}
 
 
+@pytest.mark.slow
 def test_ablations_are_fixed_fields_and_each_costs_what_it_removes() -> None:
     def seconds(**fixed) -> float:
         return choose(request(method="zo2", fixed=fixed, dtype="float32")).chosen.seconds

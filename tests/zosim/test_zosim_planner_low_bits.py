@@ -46,6 +46,7 @@ def test_layers_that_a_model_keeps_transposed_are_quantized_too():
     assert quantized(placements(request("gpt2", allow_lossy=True))) == {"none", "int8", "int4"}
 
 
+@pytest.mark.slow
 def test_qvalues_are_chosen_where_the_bus_limits_and_memory_is_short():
     """Half the bytes over PCIe, and staging buffers that fit where those of fp16 beside fp8 staging do not."""
     requested = request(max_device_bytes=3 * GIB, allow_lossy=True)

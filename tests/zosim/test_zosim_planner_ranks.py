@@ -60,6 +60,7 @@ def test_slicing_pays_over_nvlink_and_loses_where_peers_meet_on_a_narrower_link(
     assert sliced_s > 1.2 * whole_s
 
 
+@pytest.mark.slow
 def test_the_planner_slices_where_that_pays_alone() -> None:
     for nvlink in (True, False):
         decision = choose(fed_over_pcie(nvlink=nvlink))
@@ -153,6 +154,7 @@ def test_what_a_method_needs_is_said() -> None:
         request("h20-4x-milan", method="zo2", mesh=Mesh(data=2))
 
 
+@pytest.mark.slow
 def test_private_copies_may_not_fit_a_host_that_holds_a_shared_one() -> None:
     requested = request(
         "h20-4x-milan",

@@ -126,6 +126,7 @@ def test_less_memory_never_gives_a_faster_plan() -> None:
     assert all(more <= less * (1 + ALIKE) for more, less in zip([free.seconds, *times], times, strict=False))
 
 
+@pytest.mark.slow
 def test_stages_are_even_where_the_bound_does_not_tell_splits_apart() -> None:
     """One evaluation point a pipeline passes all stages in any case; updates wait for the fullest."""
     topology = cluster(load_preset("dgx-a100"), 2)

@@ -62,6 +62,7 @@ def test_without_split_points_the_stages_are_balanced():
     assert any(candidate.is_simulated for candidate in decision.others)
 
 
+@pytest.mark.slow
 def test_bounds_of_candidates_are_below_what_is_simulated():
     listed = list(
         candidates(
@@ -73,6 +74,7 @@ def test_bounds_of_candidates_are_below_what_is_simulated():
         assert candidate.seconds <= candidate.planned.step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_codec_pays_on_a_slow_link_and_not_on_a_fast_one():
     fixed = {"residency": {"blocks": "resident"}, "schedule": {"traversal": "full"}}
 

@@ -73,6 +73,7 @@ def kinds_of(decision, topology):
     return [topology.device_spec(device).id for device in decision.plan.placement.devices]
 
 
+@pytest.mark.slow
 def test_a_card_on_a_slow_link_is_not_taken_for_being_the_first():
     times = {}
     for slow, fast in (("gpu0", "gpu1"), ("gpu1", "gpu0")):

@@ -91,6 +91,7 @@ def test_a_calibration_is_disturbed_as_far_as_its_operations_or_its_steps_are(
     assert disturbed_share([], []) == 0.0
 
 
+@pytest.mark.slow
 def test_a_disturbed_profile_is_marked_and_holds_what_steps_take_when_the_machine_is_quiet(
     steps: list[WholeStep],
 ) -> None:
