@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from executors.files import refuse_other_names
-from executors.report import summary_view
+from executors.report import RunSummary, summary_view
 from executors.runs.settings import RunConfig, check_data, evaluation_in
 from topology.errors import RunError, refusing_ignored
 from topology.limits import MAX_THREADS
@@ -69,7 +69,7 @@ def run_with(
     program: str | Path | None = None,
     launch: bool = True,
     **settings: Any,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Train a model by a plan, or plan first. In Python this is ``zosim.run``.
 
     Parameters
@@ -84,8 +84,8 @@ def run_with(
 
     Returns
     -------
-    dict
-        What the run came to: ``num_steps``, ``first_loss``, ``last_loss``, ``step_time_s``, ``device_bytes`` and others.
+    RunSummary
+        A dict of what the run came to: ``num_steps``, ``first_loss``, ``last_loss``, ``step_time_s``, ``device_bytes`` and others.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def run_with(
     options = config_of(RunConfig, settings)
     with tempfile.TemporaryDirectory(prefix="zosim-plan-") as folder, refusing_ignored():
         edited = None if program is None else Path(program)
-        return _run(options, _as_file(plan, Path(folder)), program=edited, launch=launch)
+        return RunSummary(_run(options, _as_file(plan, Path(folder)), program=edited, launch=launch))
 
 
 def _as_file(plan: Plan | Decision | str | Path | None, folder: Path) -> Path | None:

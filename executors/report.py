@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topology.units import format_bytes, format_seconds
-from zosim.report import Report, Table
+from zosim.report import Report, Table, frame
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +17,31 @@ if TYPE_CHECKING:
     from costmodel.scoring import Row
     from executors.calibration.device_facts import DeviceFacts
     from zosim.applications.validation.learning import Lesson
+
+
+class RunSummary(dict[str, Any]):
+    """What a run came to, by name; a notebook shows it with the losses of its log."""
+
+    def _repr_html_(self) -> str:
+        if "out" not in self:  # the lines that start ranks on other hosts
+            return Report("", Table(("", ""), self.items())).to_html()
+        from zosim.analysis.pictures import chart_svg, with_picture
+        from zosim.applications.html_report.charts import curve_chart
+        from zosim.applications.html_report.compose import by_perturbation
+
+        losses = by_perturbation(self._log(), ("loss_plus", "loss_minus"))
+        drawn = {name: points for name, points in losses.items() if points}
+        svg = chart_svg(curve_chart("loss", "loss", drawn)) if drawn else ""
+        return with_picture(Report("", summary_view(self)), svg)
+
+    def to_pandas(self) -> Any:
+        """Return the run's log as a pandas frame: a row for each perturbation of each step."""
+        return frame(self._log())
+
+    def _log(self) -> list[Mapping[str, Any]]:
+        from zosim.applications.html_report.inputs import log_rows
+
+        return list(log_rows(Path(self["out"]) / "steps.jsonl"))
 
 
 def summary_view(summary: dict[str, Any]) -> Table:

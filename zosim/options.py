@@ -294,7 +294,9 @@ def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str]
         if name not in options:
             raise PlanError(f"there is no option {name!r}", hint=did_you_mean(name, tuple(options)))
         if value is not None:
-            declared[options[name].path] |= options[name].read(value)
+            # A path is a name to options that take either, such as a model's.
+            given = str(value) if isinstance(value, Path) else value
+            declared[options[name].path] |= options[name].read(given)
     return _built(tree, (), declared)
 
 

@@ -24,7 +24,8 @@ one line, whatever ends of lines it has.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -34,11 +35,28 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from topology.errors import ZosimError
 from topology.printable import one_line, printable
 
 _MARKUP = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|\\(?=[!-/:-@\[-`{-~]|$)|[\[<`]|~(?=~~)")
 """What is quoted, which stays; or a character that begins a link, an image, a tag, a quotation that does not end or a block of
 code, or that takes the next one's meaning."""
+
+
+def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """Return rows as a pandas frame.
+
+    Raises
+    ------
+    ZosimError
+        If pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        message = "a frame needs pandas, which is not installed"
+        raise ZosimError(message, hint=f"{sys.executable} -m pip install pandas") from error
+    return pd.DataFrame(list(rows))
 
 
 class Table:

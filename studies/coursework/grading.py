@@ -108,8 +108,7 @@ def draw(unit: Unit, curve: tuple[tuple[float, float, float], ...], path: Path) 
     ZosimError
         If the file cannot be written.
     """
-    from zosim.applications.html_report.charts import Chart
-    from zosim.applications.html_report.pictures import chart_svg
+    from zosim.analysis.pictures import Chart, chart_svg
 
     title, across = exercise_of(unit).CURVE
     chart = Chart("curve", title, across, "", "", ("yours", "reference"), tuple(zip(*curve, strict=True)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 _CELL = re.compile(r"^# %%(?P<text> \[markdown\])?\n", re.MULTILINE)
 
@@ -51,3 +53,10 @@ def notebook(script: str) -> str:
     return (
         json.dumps({"cells": listed, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
     )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        made = Path(name).read_text(encoding="utf-8")
+        Path(name).with_suffix(".md").write_text(text(made), encoding="utf-8")
+        Path(name).with_suffix(".ipynb").write_text(notebook(made), encoding="utf-8")

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from costmodel.scoring import relative_error
 from topology.errors import TimelineError
@@ -20,7 +21,7 @@ from topology.units import format_count
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
 from zosim.program import Program
 from zosim.program.instructions import Space
-from zosim.report import Report, Table
+from zosim.report import Report, Table, frame
 from zosim.timeline import Span, Timeline
 
 _MS = 1e3
@@ -153,7 +154,17 @@ class Comparison:
         return f"Comparison({self.program}: {predicted} predicted, {measured} measured, {_percent(self.step_error)})"
 
     def _repr_html_(self) -> str:
-        return self.report().to_html()
+        from zosim.analysis.pictures import bars_svg, with_picture
+
+        rows = {line.name: (line.predicted_s or 0.0, line.measured_s or 0.0) for line in self.labels}
+        return with_picture(self.report(), bars_svg(rows, ("predicted", "measured")))
+
+    def to_pandas(self) -> Any:
+        """Return labels and instructions as a pandas frame, with seconds per step and errors."""
+        lines = [("label", line) for line in self.labels] + [
+            ("instruction", line) for line in self.instructions
+        ]
+        return frame({"of": of, **asdict(line), "error": line.error} for of, line in lines)
 
     def report(self) -> Report:
         """Return the comparison as people read it: the step, and what its error is made of."""

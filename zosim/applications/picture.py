@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from topology.errors import TimelineError
 from topology.units import format_seconds
+from zosim.analysis.pictures import COLOURS, OTHER_COLOURS
 from zosim.program.instructions import Stream
 from zosim.timeline import Timeline
 
@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 
 FORMATS: Final = (".svg", ".png", ".pdf")
 MOST_ROWS: Final = 64
-# Okabe and Ito's palette, which people with colour vision deficiencies can tell apart, and greys for what takes little time.
-COLOURS: Final = MappingProxyType(
-    {
-        "forward": "#0072b2",
-        "upload": "#e69f00",
-        "offload": "#d55e00",
-        "gather": "#cc79a7",
-        "sample": "#999999",
-        "perturb": "#56b4e9",
-        "restore": "#a6d8f5",
-        "update": "#009e73",
-    }
-)
-OTHER_COLOURS: Final = ("#f0e442", "#4d4d4d", "#b3b3b3", "#7f5539", "#cccccc")
 # A name is written where it fits: in inches of a bar for each of its letters.
 _INCHES_A_LETTER = 0.06
 _WIDTH_INCHES, _ROW_INCHES = 10.0, 0.38

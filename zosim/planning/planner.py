@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
 from operator import attrgetter, le
+from typing import Any
 
 from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
@@ -31,6 +32,7 @@ from zosim.planning.split_search import Costs, in_chunks
 from zosim.planning.variants import Variants, chunks, placements, shapes
 from zosim.plans import AXES, INSIDE, Mesh, Plan, Residency, fields_of
 from zosim.program.validate_set import validate_set
+from zosim.report import frame
 from zosim.simulators.assembly import without_garbage_collection
 
 __all__ = ["Candidate", "Decision", "Guarantee", "Request", "candidates", "choose", "placements"]
@@ -193,9 +195,16 @@ class Decision:
         return f"Decision({plan.model.name}: {self.chosen.describe()} on {where} of {plan.placement.topology}, {step} a step, {size})"
 
     def _repr_html_(self) -> str:
-        from zosim.planning.views import decision_view
+        from zosim.analysis.pictures import with_picture
+        from zosim.planning.views import candidates_svg, decision_view
 
-        return decision_view(self).to_html()
+        return with_picture(decision_view(self), candidates_svg(self))
+
+    def to_pandas(self) -> Any:
+        """Return all candidates as a pandas frame, the chosen one first."""
+        from zosim.planning.views import candidates_data
+
+        return frame(candidates_data(self))
 
     @property
     def plan(self) -> Plan:

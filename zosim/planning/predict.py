@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from costmodel.devices.datasheet import ASSUMED_MEMORY
 from costmodel.rates.profile import Bound, Profile
 from costmodel.rates.slowdown import at_slowdown, off_slowdown, slowdown_in
 from topology.errors import ProgramError, TimelineError
 from topology.graph import Topology
-from topology.units import format_seconds
+from topology.units import format_bytes, format_seconds
 from zosim.analysis.compare import AtSlowdown, slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottleneck, step_path
 from zosim.hardware.machine import Machine
@@ -25,6 +26,7 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
+from zosim.report import Report, Table, frame
 from zosim.simulators import Simulator
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import periodic_step_s, simulate_many
@@ -102,6 +104,26 @@ class Prediction:
         middle, low, high = map(format_seconds, (self.step_time_s, self.low_s, self.high_s))
         return f"{middle}  (between {low} and {high})"
 
+    def _repr_html_(self) -> str:
+        from zosim.analysis.pictures import bars_svg, with_picture
+
+        facts = [
+            ("step time", self.interval),
+            ("throughput", f"{self.tokens_per_s:,.0f} tokens/s"),
+            (
+                "bottleneck",
+                f"{self.bottleneck.description}, {self.bottleneck.share:.0%} of the critical path",
+            ),
+            ("device memory", format_bytes(self.footprints.largest.device_bytes)),
+            ("host memory", format_bytes(self.footprints.fullest.size_bytes)),
+        ]
+        bars = bars_svg({label: (seconds,) for label, seconds in self.seconds_by_label}, ("busy",))
+        return with_picture(Report("", Table(("predicted", ""), facts)), bars)
+
+    def to_pandas(self) -> Any:
+        """Return the slowest rank's busy seconds per step by label as a pandas frame."""
+        return frame({"label": label, "seconds": seconds} for label, seconds in self.seconds_by_label)
+
     @property
     def exchange_s(self) -> float:
         """Seconds per step that the slowest rank's link is busy with exchanges, waiting for the others included."""
@@ -146,9 +168,15 @@ class PlannedRun:
         return f"PlannedRun({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
 
     def _repr_html_(self) -> str:
+        from zosim.analysis.pictures import timeline_svg, with_picture
         from zosim.planning.views import simulation_view
 
-        return simulation_view(self).to_html()
+        timeline = self.timeline_of(self.prediction.slowest_rank)
+        return with_picture(simulation_view(self), timeline_svg({"predicted": timeline}))
+
+    def to_pandas(self) -> Any:
+        """Return the spans of the slowest rank's timeline as a pandas frame."""
+        return frame(asdict(span) for span in self.timeline_of(self.prediction.slowest_rank).spans)
 
     @cached_property
     def programs(self) -> ProgramSet:

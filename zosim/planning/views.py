@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -271,6 +271,28 @@ def _row(candidate: Candidate, verdict: str) -> tuple[str, ...]:
         format_bytes(taken.fullest.size_bytes),
         verdict,
     )
+
+
+def candidates_data(decision: Decision) -> Iterator[dict[str, Any]]:
+    """Yield step time and memory of every candidate, the chosen one first, with what became of it."""
+    for outcome, listed in (
+        ("chosen", [decision.chosen]),
+        ("fits", decision.others),
+        ("does not fit", decision.rejected),
+    ):
+        yield from (_candidate_data(candidate) | {"outcome": outcome} for candidate in listed)
+
+
+def candidates_svg(decision: Decision) -> str:
+    """Return a scatter of step time against device memory of all candidates that fit; empty for one."""
+    from zosim.analysis.pictures import scatter_svg
+
+    points = [
+        (row["placement"], row["device_bytes"], row["step_time_s"], row["outcome"] == "chosen")
+        for row in candidates_data(decision)
+        if row["outcome"] != "does not fit"
+    ]
+    return scatter_svg(points, "device memory", "step time") if len(points) > 1 else ""
 
 
 def _candidate_data(candidate: Candidate) -> dict[str, Any]:

@@ -3,75 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
 
-from topology.units import format_bytes, format_seconds
+from zosim.analysis.pictures import Chart
 from zosim.applications.html_report.columns import aligned_at_s
 from zosim.program.instructions import Space
 from zosim.timeline import Timeline
 
 MOST_POINTS = 2_000
 """Of more points each mean (of a curve) or largest total (of memory) of several is shown."""
-
-_COLOURS = (
-    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999", "#7f5539", "#f0e442", "#4d4d4d",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Lines, or stacked areas, over a common axis.
-
-    Attributes
-    ----------
-    root : str
-        Id of the page's element that it stands in.
-    title : str
-    across_name : str
-    across, unit : str
-        Units of the axes: ``s``, ``bytes`` or empty.
-    names, colours : tuple of str
-        Of each line.
-    columns : tuple of tuple
-        Positions on the axis, then the values of each line; None where a line has none.
-    stacked : bool
-    """
-
-    root: str
-    title: str
-    across_name: str
-    across: str
-    unit: str
-    names: tuple[str, ...]
-    columns: tuple[tuple[Any, ...], ...]
-    stacked: bool = False
-
-    @property
-    def colours(self) -> tuple[str, ...]:
-        """A colour for each line."""
-        return tuple(_COLOURS[number % len(_COLOURS)] for number in range(len(self.names)))
-
-    def to_data(self) -> dict[str, Any]:
-        """Return the chart as the page's script reads it."""
-        return asdict(self) | {"colours": self.colours}
-
-    def written(self, value: float) -> str:
-        """Return a value with its unit."""
-        return _written(value, self.unit)
-
-    def written_across(self, value: float) -> str:
-        """Return a position on the axis with its unit."""
-        return _written(value, self.across)
-
-
-def _written(value: float, unit: str) -> str:
-    if unit == "bytes":
-        return format_bytes(round(value))
-    if unit == "s":
-        return f"-{format_seconds(-value)}" if value < 0 else format_seconds(value)
-    return f"{value:.6g}"
 
 
 def memory_chart(timeline: Timeline, space: Space, rank: int, root: str, name: str) -> Chart | None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from topology.units import format_bytes
-from zosim.applications.picture import COLOURS, OTHER_COLOURS
+from zosim.analysis.pictures import colour_of
 from zosim.planning.predict import PlannedRun
 from zosim.program import Program
 from zosim.program.instructions import Instruction, Phase, Stream
@@ -77,12 +77,6 @@ def aligned_at_s(timeline: Timeline) -> float:
     """Return when the first periodic step begins: where timelines of one program are laid above each other."""
     first = timeline.periodic_steps[0]
     return timeline.step_end_s(first - 1) if first else timeline.begin_s
-
-
-def colour_of(labels: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each label: its own, or one of a few that have no name."""
-    unknown = [label for label in labels if label not in COLOURS]
-    return {**COLOURS, **{label: OTHER_COLOURS[at % len(OTHER_COLOURS)] for at, label in enumerate(unknown)}}
 
 
 def _instructions(

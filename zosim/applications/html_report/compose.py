@@ -7,14 +7,14 @@ from typing import Any
 
 from topology.units import format_bytes, format_seconds
 from zosim.analysis.critical_path import step_path
-from zosim.applications.html_report.charts import Chart, curve_chart, memory_chart
+from zosim.analysis.pictures import Chart, chart_svg, timeline_svg, topology_svg
+from zosim.applications.html_report.charts import curve_chart, memory_chart
 from zosim.applications.html_report.columns import timeline_columns
 from zosim.applications.html_report.inputs import Reported
 from zosim.applications.html_report.page import Illustration, ReportPage
-from zosim.applications.html_report.pictures import chart_svg, scatter_svg, timeline_svg, topology_svg
 from zosim.planning.planner import Decision
 from zosim.planning.predict import PlannedRun, busy_shares
-from zosim.planning.views import PlanComparison, decision_view, simulation_view
+from zosim.planning.views import PlanComparison, candidates_svg, decision_view, simulation_view
 from zosim.program.instructions import Space
 from zosim.report import Report, Table
 from zosim.timeline import Timeline
@@ -95,22 +95,16 @@ def _answer(item: Reported, several: bool) -> Iterator[str]:
 
 def _front(decision: Decision) -> Iterator[Illustration]:
     """Yield step time against device memory of all that fit."""
-    candidates = (decision.chosen, *decision.others)
-    points = [
-        (
-            candidate.describe(),
-            candidate.footprints.largest.device_bytes,
-            candidate.seconds,
-            candidate is decision.chosen,
-        )
-        for candidate in candidates
-    ]
-    if len(points) < 2:
+    if not (svg := candidates_svg(decision)):
         return
+    points = [
+        (c.describe(), c.footprints.largest.device_bytes, c.seconds)
+        for c in (decision.chosen, *decision.others)
+    ]
     front = [
         each for each in points if not any(o[1] <= each[1] and o[2] <= each[2] and o != each for o in points)
     ]
-    rows = [(name, format_bytes(size), format_seconds(s)) for name, size, s, _ in front[:_MOST_ROWS]]
+    rows = [(name, format_bytes(size), format_seconds(s)) for name, size, s in front[:_MOST_ROWS]]
     table = Table(
         ("placement", "device memory", "step"),
         rows,
@@ -120,7 +114,7 @@ def _front(decision: Decision) -> Iterator[Illustration]:
     yield Illustration(
         "",
         "Step time and device memory of all plans that fit",
-        scatter_svg(points, "device memory", "step time"),
+        svg,
         Report("", table),
     )
 
@@ -202,8 +196,8 @@ def _links(item: Reported, several: bool) -> Illustration:
 
 def _add_curves(page: ReportPage, item: Reported, number: int) -> None:
     for name, title, columns in (
-        ("loss", "Loss at each evaluation point", _by_perturbation(item.steps, ("loss_plus", "loss_minus"))),
-        ("gradient", "Projected gradient", _by_perturbation(item.steps, ("projected_grad",))),
+        ("loss", "Loss at each evaluation point", by_perturbation(item.steps, ("loss_plus", "loss_minus"))),
+        ("gradient", "Projected gradient", by_perturbation(item.steps, ("projected_grad",))),
         ("evaluation", "Evaluations", _metrics(item.metrics)),
     ):
         drawn = {label: points for label, points in columns.items() if points}
@@ -221,7 +215,7 @@ def _add_curves(page: ReportPage, item: Reported, number: int) -> None:
         page.elements.append(_figure(chart, Report("", Table(columns_shown, rows, numeric=columns_shown))))
 
 
-def _by_perturbation(
+def by_perturbation(
     rows: Sequence[Mapping[str, Any]], keys: Sequence[str]
 ) -> dict[str, list[tuple[int, float]]]:
     """Return each number of the log over steps: the first perturbation's, of which a step has one at least."""

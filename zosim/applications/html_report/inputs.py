@@ -77,16 +77,16 @@ class Reported:
     @cached_property
     def steps(self) -> list[Mapping[str, Any]]:
         """Rows of the run's log: losses and projected gradients of each perturbation."""
-        return [] if self.directory is None else list(_rows(self.directory / "steps.jsonl"))
+        return [] if self.directory is None else list(log_rows(self.directory / "steps.jsonl"))
 
     @cached_property
     def metrics(self) -> list[Mapping[str, Any]]:
         """Rows of the run's evaluations."""
-        return [] if self.directory is None else list(_rows(self.directory / "metrics.jsonl"))
+        return [] if self.directory is None else list(log_rows(self.directory / "metrics.jsonl"))
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects of a file of JSON lines, without a last line that has no end."""
+def log_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a file of JSON lines, such as a run's log, without a last line that has no end."""
     if not path.exists():
         return
     lines = read_text(path, "log", TimelineError, max_bytes=MAX_LOG_BYTES).split("\n")[:-1]

@@ -14,7 +14,7 @@ from typing import Any
 
 from topology.errors import ZosimError
 from topology.printable import one_line
-from zosim.applications.html_report.charts import Chart
+from zosim.analysis.pictures import Chart
 from zosim.report import Report
 
 _DATA = files("zosim.applications.html_report") / "data"

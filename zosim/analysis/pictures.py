@@ -1,20 +1,41 @@
-"""SVG pictures that a report shows without JavaScript and on paper: bars of a timeline, lines, a scatter, a machine's links with their load."""
+"""SVG pictures for notebooks, and for reports without JavaScript and on paper: bars of a timeline, lines, a scatter, a machine's links with their load."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Final
 
 from topology.drawing import COLORS, NODE_HEIGHT, arrange
 from topology.graph import Topology
 from topology.printable import one_line
 from topology.routes import link_resource_id
-from topology.units import format_seconds
-from zosim.applications.html_report.charts import Chart
-from zosim.applications.html_report.columns import colour_of
+from topology.units import format_bytes, format_seconds
 from zosim.program.instructions import Stream
+from zosim.report import Report
 from zosim.timeline import Timeline
+
+# Okabe and Ito's palette, which people with colour vision deficiencies can tell apart, and greys for what takes little time.
+COLOURS: Final = MappingProxyType(
+    {
+        "forward": "#0072b2",
+        "upload": "#e69f00",
+        "offload": "#d55e00",
+        "gather": "#cc79a7",
+        "sample": "#999999",
+        "perturb": "#56b4e9",
+        "restore": "#a6d8f5",
+        "update": "#009e73",
+    }
+)
+OTHER_COLOURS: Final = ("#f0e442", "#4d4d4d", "#b3b3b3", "#7f5539", "#cccccc")
+_LINE_COLOURS = (
+    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999", "#7f5539", "#f0e442", "#4d4d4d",
+)  # fmt: skip
+
 
 _WIDTH, _LEFT, _ROW = 960.0, 130.0, 16.0
 _MOST_ROWS = 64
@@ -23,6 +44,66 @@ _THINNEST = 0.5
 _PIXELS_A_UNIT = 62.0
 _MOST_NODES = 200
 _STREAMS = list(Stream)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines, or stacked areas, over a common axis.
+
+    Attributes
+    ----------
+    root : str
+        Id of the page's element that it stands in.
+    title : str
+    across_name : str
+    across, unit : str
+        Units of the axes: ``s``, ``bytes`` or empty.
+    names, colours : tuple of str
+        Of each line.
+    columns : tuple of tuple
+        Positions on the axis, then the values of each line; None where a line has none.
+    stacked : bool
+    """
+
+    root: str
+    title: str
+    across_name: str
+    across: str
+    unit: str
+    names: tuple[str, ...]
+    columns: tuple[tuple[Any, ...], ...]
+    stacked: bool = False
+
+    @property
+    def colours(self) -> tuple[str, ...]:
+        """A colour for each line."""
+        return tuple(_LINE_COLOURS[number % len(_LINE_COLOURS)] for number in range(len(self.names)))
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the chart as the page's script reads it."""
+        return asdict(self) | {"colours": self.colours}
+
+    def written(self, value: float) -> str:
+        """Return a value with its unit."""
+        return _written(value, self.unit)
+
+    def written_across(self, value: float) -> str:
+        """Return a position on the axis with its unit."""
+        return _written(value, self.across)
+
+
+def _written(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(round(value))
+    if unit == "s":
+        return f"-{format_seconds(-value)}" if value < 0 else format_seconds(value)
+    return f"{value:.6g}"
+
+
+def colour_of(labels: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each label: its own, or one of a few that have no name."""
+    unknown = [label for label in labels if label not in COLOURS]
+    return {**COLOURS, **{label: OTHER_COLOURS[at % len(OTHER_COLOURS)] for at, label in enumerate(unknown)}}
 
 
 def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
@@ -100,6 +181,28 @@ def chart_svg(chart: Chart) -> str:
         marks.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="10" height="10" fill="{colour}"/>')
         marks.append(_text(x + 14, y + 9, name))
     return _svg(_WIDTH, height + 16 * (2 + (len(chart.names) - 1) // 5), marks, chart.title)
+
+
+def bars_svg(rows: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    """Return seconds by label as horizontal bars, one of each name for a label."""
+    longest_s = max((value for values in rows.values() for value in values), default=0.0) or 1.0
+    marks, y = [], 4.0
+    for label, values in rows.items():
+        marks.append(_text(0, y + 11, label))
+        for name, value, colour in zip(names, values, _LINE_COLOURS, strict=False):
+            width = (_WIDTH - _LEFT) * 0.7 * value / longest_s
+            marks.append(
+                f'<rect x="{_LEFT:.0f}" y="{y:.0f}" width="{width:.1f}" height="{_ROW - 3:.0f}" fill="{colour}"/>'
+            )
+            marks.append(_text(_LEFT + width + 6, y + 11, f"{name} {format_seconds(value)}"))
+            y += _ROW
+    return _svg(_WIDTH, y + 4, marks, f"seconds by label: {' and '.join(names)}")
+
+
+def with_picture(report: Report, svg: str) -> str:
+    """Return a report with a picture under it as HTML that a notebook shows, in its colours."""
+    style = "font: 12px sans-serif; fill: currentColor; overflow-x: auto"
+    return f'{report.to_html()}<div style="{style}">{svg}</div>'
 
 
 def scatter_svg(points: Sequence[tuple[str, float, float, bool]], across: str, up: str) -> str:
