@@ -32,22 +32,22 @@ def plan(
         bool,
         typer.Option(
             "--explain",
-            help="Show how the step changes with each hardware figure twice or half as large, and near ties.",
+            help="Show how the step time changes if a hardware figure doubles or halves, and which plans nearly tie.",
             rich_help_panel="Output",
         ),
     ] = False,
     front: Annotated[
         Path | None,
         typer.Option(
-            help="File to draw the Pareto front of step time, memory and money to; .svg, .png or .pdf. Bounds every plan.",
+            help="File (.svg, .png or .pdf) for a picture of the Pareto front of step time, memory and money. Slow: bounds every plan.",
             rich_help_panel="Output",
         ),
     ] = None,
     compare: Annotated[
         Literal["first-order"] | None,
         typer.Option(
-            help="Recipes to compare the plan with, on its devices: those of first-order fine-tuning.",
-            rich_help_panel="Estimator and optimizer",
+            help="Compare the plan with recipes of first-order fine-tuning on its devices.",
+            rich_help_panel="Output",
         ),
     ] = None,
     zeroth_order_steps: Annotated[
@@ -55,7 +55,7 @@ def plan(
         typer.Option(
             min=1,
             help="Number of steps to the target with the plan, for --compare.",
-            rich_help_panel="Estimator and optimizer",
+            rich_help_panel="Output",
         ),
     ] = None,
     first_order_steps: Annotated[
@@ -63,7 +63,7 @@ def plan(
         typer.Option(
             min=1,
             help="Number of first-order steps to the same target, for --compare.",
-            rich_help_panel="Estimator and optimizer",
+            rich_help_panel="Output",
         ),
     ] = None,
     as_json: Json = False,

@@ -16,3 +16,23 @@ Heading = Literal[
 ]
 
 HEADINGS: tuple[Heading, ...] = get_args(Heading)
+
+LEADING = (
+    "--model",
+    "--data",
+    "--template",
+    "--label-words",
+    "--batch",
+    "--seq",
+    "--steps",
+    "--resume",
+    "--lr",
+    "--lr-schedule",
+    "--warmup",
+    "--weight-decay",
+    "--eps",
+    "--num-perturbations",
+    "--method",
+    "--out",
+)
+"""Options that come first under their headings, in this order: what nearly everybody decides."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.core import TyperCommand, TyperGroup
 
-from zosim.headings import HEADINGS
+from zosim.headings import HEADINGS, LEADING
 from zosim.renamed import in_present_spelling
 
 EXPERT = "expert"
@@ -64,8 +64,9 @@ def is_expert(parameter: Any) -> bool:
 def sections(parameters: Iterable[Any]) -> dict[str, list[Any]]:
     """Return options by their headings, both in the order of a help page."""
     order = {heading: index for index, heading in enumerate((_OTHERS, *HEADINGS, _HELP))}
+    leading = {flag: index for index, flag in enumerate(LEADING)}
     by_heading: dict[str, list[Any]] = {}
-    for parameter in parameters:
+    for parameter in sorted(parameters, key=lambda one: leading.get(one.opts[0], len(leading))):
         by_heading.setdefault(heading_of(parameter), []).append(parameter)
     return dict(sorted(by_heading.items(), key=lambda item: order.get(item[0], 0)))
 

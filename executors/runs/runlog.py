@@ -200,7 +200,7 @@ def read_header(directory: str | Path) -> dict[str, Any]:
     if missing:
         raise RunError(f"{path} is damaged: it lacks {', '.join(missing)}")
     header, is_whole = without_digest(header)
-    # Edited options would make bits that no one can explain: the digest covers all of them.
+    # The digest covers the options: edited ones would not explain the log.
     if not is_whole:
         raise RunError(
             f"{path} is damaged: its digest does not match",
