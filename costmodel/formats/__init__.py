@@ -176,7 +176,7 @@ def default_dtype(checkpoint: StorageFormat | None, device: DeviceSpec) -> tuple
     ('float32', 'the checkpoint is in bfloat16, and Tesla T4 has no units for bfloat16')
     """
     if device.type == "cpu":
-        return "float32", "CPUs compute in it"
+        return "float32", "in which CPUs compute"
     wanted = checkpoint or "bfloat16"
     says = "the checkpoint states no format" if checkpoint is None else f"the checkpoint is in {checkpoint}"
     if FORMATS[wanted].bits > 16 or FORMATS[wanted].peak in device.peak_dense:

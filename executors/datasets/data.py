@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executors.datasets.prompts import (
+    LABEL_FIELD,
     Example,
     JsonObject,
     OffsetTokenizer,
@@ -350,9 +351,12 @@ def _lines_and_template(
     (first,) = lines.read([0])
     if "input_ids" not in first:
         if template is None and ("text" not in first or "label" in first):
+            text = next((name for name, value in first.items() if isinstance(value, str)), "text")
+            answer = "" if LABEL_FIELD in first else f", and rename the field of the answer to {LABEL_FIELD}"
             raise DataError(
                 f"{lines.where(0)} has no input_ids, and no template for its fields is given",
-                hint=f'its fields are {", ".join(first) or "none"}; give --template, such as "{{text}} It was {{label}}."',
+                hint=f"its fields are {', '.join(first) or 'none'}; give --template, such as "
+                f'"{{{text}}} It was {{{LABEL_FIELD}}}."{answer}',
             )
         return lines, template or PromptTemplate("{text}")
     if template is not None:

@@ -138,7 +138,7 @@ class PromptTemplate:
         if self.label_words and LABEL_FIELD not in fields:
             raise DataError(
                 f"label words are given, but template {self.text!r} has no {{label}}",
-                hint='write {label} where the word belongs, and call the field of each line that holds it "label"',
+                hint='write {label} where the word goes, and rename the field of the answer to "label"',
             )
 
     @cached_property

@@ -123,7 +123,9 @@ class EvaluationSettings(Section):
 
     model_config = _STRICT
 
-    path: Annotated[str, Setting("--eval-data", "Evaluation data as JSON lines, in the format of --data.")] = ""
+    path: Annotated[
+        str, Setting("--eval-data", "Evaluation data as JSON lines, in the format of --data.")
+    ] = ""
     every: Annotated[
         int,
         Setting(

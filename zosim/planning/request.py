@@ -158,7 +158,7 @@ class Request:
             return cls(config, hardware, split_options)
         device = hardware.topology.device_spec(hardware.device)
         dtype, why = default_dtype(config.spec.checkpoint_dtype, device)
-        note = f"weights in {dtype}: {why}; --dtype names another"
+        note = f"weights in {dtype} ({why}); --dtype sets another format"
         return cls(merge(PlanConfig(weights=Weights(dtype=dtype)), config), hardware, split_options, (note,))
 
     def __post_init__(self) -> None:

@@ -142,6 +142,7 @@ class TestLines:
             ([{"input_ids": [1] * 9}], "9 tokens, more than the maximum of 8"),
             ([{"question": "a", "label": 1}], "no input_ids, and no template"),
             ([{"text": "a"}], "has no tokenizer"),
+            ([{"review": "a", "stars": 1}], '"{review} It was {label}.", and rename the field of the answer'),
         ],
     )
     def test_says_what_is_wrong_and_where(self, tmp_path: Path, lines: list[Any], words: str) -> None:
