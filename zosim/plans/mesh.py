@@ -61,6 +61,8 @@ class Mesh(Axis):
     inner : str
         Of the other two axes, the one along which neighbours differ. Only where ranks are joined by unlike links does
         it matter.
+    num_sequences : tuple of int or None
+        Number of sequences of each shard, as in ``data=5:3``; None for equal shards.
     """
 
     heading = "Placement"
