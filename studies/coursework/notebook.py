@@ -39,7 +39,7 @@ def text(script: str) -> str:
 
 def notebook(script: str) -> str:
     """Return a script as the text of an ``.ipynb`` file of format 4.5."""
-    listed = [
+    listed: list[dict[str, object]] = [
         {
             "cell_type": kind,
             "id": f"cell-{number}",
