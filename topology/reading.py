@@ -254,7 +254,7 @@ def _float(text: str) -> float:
 
 
 def _constant(text: str) -> NoReturn:
-    raise _UnreadableError(f"it holds {text}, where JSON has finite numbers alone")
+    raise _UnreadableError(f"it holds {text}, but numbers in JSON must be finite")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -350,7 +350,9 @@ def _refuse_yaml_depth(text: str) -> None:
             depth -= 1
         num_values += isinstance(event, yaml.NodeEvent)
         if depth > MAX_DEPTH:
-            raise _UnreadableError(f"line {_line(event.start_mark)} lies more than {MAX_DEPTH} levels deep")
+            raise _UnreadableError(
+                f"line {_line(event.start_mark)} is nested more than {MAX_DEPTH} levels deep"
+            )
         if num_values > MAX_YAML_VALUES:
             raise _UnreadableError(f"it holds more than {MAX_YAML_VALUES} values")
 
@@ -365,12 +367,12 @@ def _refuse_multiplied(root: yaml.Node) -> None:
             return measured[id(node)]
         line = _line(node.start_mark)
         if id(node) in above:
-            raise _UnreadableError(f"the anchor in line {line} stands for something that holds itself")
+            raise _UnreadableError(f"the anchor in line {line} refers to something that contains itself")
         if isinstance(node, yaml.MappingNode):
             keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if len(set(keys)) < len(keys):
                 twice = _first_twice(value for _, value in keys)
-                raise _UnreadableError(f"the key {twice!r} stands twice in the mapping of line {line}")
+                raise _UnreadableError(f"the key {twice!r} appears twice in the mapping of line {line}")
         above.add(id(node))
         children = node.value if isinstance(node, yaml.SequenceNode) else []
         if isinstance(node, yaml.MappingNode):
@@ -381,10 +383,10 @@ def _refuse_multiplied(root: yaml.Node) -> None:
         depth = 1 + max((depth for _, depth in below), default=0)
         if size > MAX_YAML_VALUES:
             raise _UnreadableError(
-                f"with its aliases, line {line} stands for more than {MAX_YAML_VALUES} values"
+                f"with its aliases, line {line} expands to more than {MAX_YAML_VALUES} values"
             )
         if depth > MAX_DEPTH + 1:
-            raise _UnreadableError(f"with its aliases, line {line} stands for more than {MAX_DEPTH} levels")
+            raise _UnreadableError(f"with its aliases, line {line} expands to more than {MAX_DEPTH} levels")
         measured[id(node)] = size, depth
         return size, depth
 

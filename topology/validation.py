@@ -82,7 +82,7 @@ def without_removed(
     for name, value in fields.items():
         if value != names.get(name, value) or value in values.get(name, ()):
             raise error(
-                f"{what}.{name}={value!r} was removed: this version does nothing of the kind",
+                f"{what}.{name}={value!r} was removed: this version has no equivalent",
                 hint="make the plan without it, or use the version that wrote it",
             )
     return {name: value for name, value in fields.items() if name not in names}

@@ -66,7 +66,7 @@ def parse_eval_point(text: str) -> EvalPoint:
         return BASE
     if match := _PERTURBATION.fullmatch(text):
         return EvalPoint(int(match[1]), _SIGNS[match[2]])
-    raise ValueError(f"{text!r} is no evaluation point, as q0+, q0-, q1+ and base are")
+    raise ValueError(f"{text!r} is not an evaluation point, such as q0+, q0-, q1+ or base")
 
 
 @lru_cache(maxsize=64)

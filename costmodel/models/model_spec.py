@@ -313,7 +313,9 @@ class ModelSpec(BaseModel):
             message = f"model {self.name}: groups name segments that do not exist: {sorted(unknown)}"
             raise ModelError(message)
         if len(self.windows) not in (0, self.num_blocks):
-            message = f"model {self.name}: windows are stated of {len(self.windows)} blocks, and it has {self.num_blocks}"
+            message = (
+                f"model {self.name}: it has {self.num_blocks} blocks, but windows for {len(self.windows)}"
+            )
             raise ModelError(message)
         if self.experts is not None and len(self.experts.shares) not in (0, 1, self.num_blocks):
             message = f"model {self.name}: shares of experts are given for {len(self.experts.shares)} blocks, and it has {self.num_blocks}"
@@ -357,9 +359,9 @@ class ModelSpec(BaseModel):
         """Return the model's name, and what is tuned of it where that is not all."""
         name = f"{self.name} (its text model)" if self.text_of else self.name
         if self.adapter_rank:
-            return f"{name} beside adapters of rank {self.adapter_rank}"
+            return f"{name} with adapters of rank {self.adapter_rank}"
         if self.num_prefix_tokens:
-            return f"{name} behind a prefix of {self.num_prefix_tokens} tokens"
+            return f"{name} with a prefix of {self.num_prefix_tokens} tokens"
         share = self.num_trainable / self.num_parameters
         return name if share == 1 else f"{name}, {share:.3g} of whose parameters are tuned"
 

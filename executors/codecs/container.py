@@ -150,8 +150,7 @@ def length_of(message: Bytes) -> int:
     """
     if len(message) < PREAMBLE_BYTES:
         raise CodecError(
-            f"the message of {len(message)} bytes is truncated: its header alone takes {PREAMBLE_BYTES} "
-            "or more"
+            f"the message of {len(message)} bytes is truncated: its header takes {PREAMBLE_BYTES} or more"
         )
     return int(_PREAMBLE.unpack(message[:PREAMBLE_BYTES].tobytes())[10])
 

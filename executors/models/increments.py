@@ -170,7 +170,7 @@ class AdapterState:
         strange = [name for name in self.increments if name not in is_linear]
         if strange or not self.increments:
             raise ModelError(
-                f"{strange[0]} is no weight of a linear layer of a block, and an adapter cannot stand beside it"
+                f"{strange[0]} is not a weight of a linear layer of a block, so it cannot have an adapter"
                 if strange
                 else "there are no updates yet, so the adapter would have rank 0"
             )

@@ -177,7 +177,7 @@ class RecordedBlocks(BlockStandIns):
             except Stop:
                 return
         raise UnsplitError(
-            self.model, f"its forward ended behind block {len(calls) - 1} of {len(self.blocks)}"
+            self.model, f"its forward ended after block {len(calls) - 1} of {len(self.blocks)}"
         )
 
     @contextmanager

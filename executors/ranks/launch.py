@@ -43,7 +43,7 @@ from topology.errors import RunError, ZosimError, refusal_of_machine, refusing_i
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-WAIT_HINT = "look at that rank's process and host; `--resume` goes on from the log, and `--timeout` says how long to wait"
+WAIT_HINT = "look at that rank's process and host; `--resume` continues from the log, and `--timeout` says how long to wait"
 DEFAULT_TIMEOUT_S = 120.0
 PROCESSES = multiprocessing.get_context("spawn")
 """Ranks are fresh processes: a copy of one that has threads, or a CUDA context, may hang."""

@@ -39,7 +39,7 @@ def stage_of(plan: Plan, rank: int) -> str:
     if num_stages == 1:
         return ""
     stage = plan.mesh.coordinates(rank).stage
-    behind = [f"behind split point {split_points[stage - 1]}"] if stage else []
+    behind = [f"after split point {split_points[stage - 1]}"] if stage else []
     before = [f"before split point {split_points[stage]}"] if stage + 1 < num_stages else []
     return f"stage {stage + 1} of {num_stages}, {', '.join(behind + before)}"
 

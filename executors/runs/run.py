@@ -381,7 +381,7 @@ class Run:
                 if watch.diverges(record.step + 1, record.loss) and self.settings.stops_early:
                     return (
                         watch.best_step,
-                        f"step {record.step}: the loss, {record.loss:.4g}, has left for good",
+                        f"step {record.step}: training diverged: the loss is {record.loss:.4g}",
                     )
             self._due(session)
         return None
@@ -453,9 +453,7 @@ class Run:
             agreed = error.num_agreed_steps
             # The launcher ends all ranks with the first that refuses: none may before the log is truncated.
             self._on_rank_0(lambda: self.log.truncate(agreed), "truncating the log")
-            error.hint = (
-                f"{error.hint}; `--resume` goes on after {agreed} steps, and {REFUSED_NAME} keeps the others"
-            )
+            error.hint = f"{error.hint}; `--resume` continues after {agreed} steps, and {REFUSED_NAME} keeps the others"
             raise
 
     def _save_checkpoint(self, session: Session, done: int) -> None:

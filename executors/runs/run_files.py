@@ -117,7 +117,7 @@ def _lines_behind(path: Path, num_steps: int) -> list[Line]:
         if type(line.row.get("num_steps")) is not int or line.row.get("split") not in ("train", "eval"):
             raise RunError(
                 f"{path} line {line.number} is damaged: it does not say after which step it was written, or of what",
-                hint="restore the file from a copy, or remove it: training goes on without",
+                hint="restore the file from a copy, or remove it: training continues without it",
             )
     return list(itertools.takewhile(lambda line: line.row["num_steps"] <= num_steps, lines))
 

@@ -125,7 +125,7 @@ def setting(model: str, preset: str, num_hosts: int) -> tuple[World, Plan, Machi
 def event_by_event(world: World) -> Timing:
     """Time the simulation of every rank until steps repeat."""
     run = Lockstep(world, MAX_UNLIKE_STEPS, ())
-    times, _ = timed(run.go)
+    times, _ = timed(run.run_to_end)
     step_s = None if run.cycle is None else run.cycle.period_s / run.cycle.num_steps
     return Timing("event by event, with contention", *times, run.num_events, step_s)
 

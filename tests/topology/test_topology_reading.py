@@ -42,8 +42,8 @@ def test_json_that_is_unusual_and_fine_is_read():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: 1\nb: 2\na: 3", "the key 'a' stands twice in the mapping of line 1"),
-        ("a: &x [*x]", "the anchor in line 1 stands for something that holds itself"),
+        ("a: 1\nb: 2\na: 3", "the key 'a' appears twice in the mapping of line 1"),
+        ("a: &x [*x]", "the anchor in line 1 refers to something that contains itself"),
         ("[" * 100 + "]" * 100, "levels deep"),
         ("a: &a [1, 2, 3, 4]\n" + "".join(f"x{i}: &x{i} [*{p}, *{p}, *{p}, *{p}]\n" for i, p in enumerate(["a", *(f"x{i}" for i in range(30))])), "with its aliases"),
         ("a: !!bool x", "its tag does not allow"),

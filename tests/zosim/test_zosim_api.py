@@ -122,7 +122,7 @@ def test_what_is_tuned_beside_a_model_is_planned_as_it_is_run() -> None:
     decision = zosim.plan("opt-125m", **where, **declared, weights="adapters")
     assert decision.plan.model == read_model_spec("opt-125m", trainable=lora)
     assert decision.plan.perturbs_by_adapters
-    assert "opt-125m beside adapters of rank 8" in repr(decision._repr_html_())
+    assert "opt-125m with adapters of rank 8" in repr(decision._repr_html_())
     assert zosim.plan("opt-125m", **where, prefix=5).plan.model.num_prefix_tokens == 5
     with pytest.raises(zosim.ZosimError, match="need a rank and target layers"):
         zosim.plan("opt-125m", **where, lora_rank=2)

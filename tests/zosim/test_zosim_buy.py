@@ -344,9 +344,9 @@ def test_where_nothing_fits_the_answer_says_why_and_what_would():
     answer = json.loads(_bought(requested, "--batch", "512"))
     assert answer["offers"] == []
     first, more, smaller = answer["nothing_within_limits"]
-    assert "3 ways fail, 3 for want of memory" in first
+    assert "3 options fail: 3 too little memory" in first
     assert more.startswith("with ")
-    assert "rtx4090-2x with 1 device, where least lacks" in more
+    assert "rtx4090-2x with 1 device, the smallest shortfall" in more
     batch = int(smaller.removeprefix("with --batch ").partition(" ")[0])
     sizes = {
         size: json.loads(_bought(requested, "--batch", str(size)))["offers"] for size in (batch, 2 * batch)

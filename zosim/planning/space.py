@@ -328,7 +328,7 @@ def too_few_ranks(request: Request) -> PlanError:
         return PlanError(
             f"{request.max_ranks} ranks cannot share out a batch of {request.config.batch} and "
             f"{request.axis(Estimator).num_perturbations} perturbations by --method {request.config.search.method}",
-            hint="use fewer ranks, or a larger --batch; data shards have a sequence at least, and points of evaluation a rank",
+            hint="use fewer ranks, or a larger --batch; each data shard needs at least one sequence, and each rank one evaluation point",
         )
     least = {
         "sparq": "2 ranks",

@@ -67,7 +67,7 @@ class Estimator(Axis):
     def summary(self, plan: Plan) -> Iterator[str]:  # noqa: ARG002 - others look at it
         """Yield that a perturbation of `plan` has one evaluation point."""
         if self.difference == "residual":
-            yield "one point a perturbation"
+            yield "one evaluation point per perturbation"
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield an error if `plan` has more forwards of segments than its programs can be ordered with in minutes."""

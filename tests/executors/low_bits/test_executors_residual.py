@@ -57,7 +57,7 @@ def test_a_step_has_one_forward_of_each_segment(update):
     program = lower(plan)
     validate(program)
     assert sum(isinstance(instruction.op, Forward) for instruction in program.step) == 4
-    assert "one point a perturbation" in plan.describe()
+    assert "one evaluation point per perturbation" in plan.describe()
 
 
 def test_a_loss_of_the_step_before_that_is_another_is_damage(tmp_path, capsys):

@@ -162,7 +162,7 @@ def test_a_run_that_was_refused_goes_on_to_the_right_bits(inputs, tmp_path, caps
         assert train(inputs, out, "--residency", residency) == 2
     output = " ".join(capsys.readouterr().err.split())
     assert "after 6 steps, and not yet after 4, this process found other bits in block.1" in output
-    assert "`--resume` goes on after 4 steps" in output
+    assert "`--resume` continues after 4 steps" in output
     assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3]
     refused = [json.loads(line) for line in (out / "steps-refused.jsonl").read_text().splitlines()]
     assert [row["step"] for row in refused] == [4, 5]
@@ -220,7 +220,7 @@ def test_ranks_that_disagree_end_and_go_on_to_the_right_bits(inputs, tmp_path):
         in caught.value.message
     )
     assert "learning rate of step 5" in caught.value.message
-    assert "goes on after 4 steps" in caught.value.hint
+    assert "continues after 4 steps" in caught.value.hint
     assert len(rows_of(tmp_path / "out")) == 4
     resumed = launch(
         run_in_rank, replace(settings, run=merge(settings.run, RunOptions(resume=True))), world_size=2

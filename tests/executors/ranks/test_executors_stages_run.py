@@ -105,7 +105,7 @@ def test_one_rank_replays_stages(runs, inputs, tmp_path):
 def test_a_killed_stage_is_named_and_one_rank_goes_on(runs, inputs, tmp_path):
     out = tmp_path / "out"
     output = killed(inputs, out, 1, "--mesh", "stage=2", "--residency", "resident")
-    assert "rank 1 (stage 2 of 2, behind split point block.0.mlp) died (SIGKILL), last at step[" in output
+    assert "rank 1 (stage 2 of 2, after split point block.0.mlp) died (SIGKILL), last at step[" in output
     shorten(out, STEPS)
     assert train(inputs, out, "--resume", "--no-launch", "--mesh", "data=1", "--steps", STEPS) == 0
     assert numbers_of(out) == numbers_of(runs / "alone")

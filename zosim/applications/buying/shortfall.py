@@ -16,11 +16,11 @@ from zosim.config import PlanConfig, merge
 from zosim.planning.planner import candidates
 
 _WORDS: dict[Cause, str] = {
-    "memory": "for want of memory",
-    "hours": "for want of time",
-    "money": "for want of money",
-    "way": "for want of a price",
-    "plan": "for want of a placement",
+    "memory": "too little memory",
+    "hours": "too slow",
+    "money": "too expensive",
+    "way": "no price",
+    "plan": "no valid plan",
 }
 
 
@@ -42,7 +42,7 @@ def shortfall(
     kept_out = [*refused, *(_kept_out(market, offer) for offer in offers)]
     counts = Counter(item.cause for item in kept_out)
     why = ", ".join(f"{count} {_WORDS[cause]}" for cause, count in counts.most_common())
-    first = f"none of the {len(machines)} machines does the job as asked; {len(kept_out)} ways fail, {why}"
+    first = f"none of the {len(machines)} machines can do the job; {len(kept_out)} options fail: {why}"
     return (first, *_remedies(market, machines, kept_out))
 
 
@@ -75,7 +75,7 @@ def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequen
         yield f"without --pay {market.pay}: {_named(nearest['way'])}"
     if "memory" in nearest:
         refusal = nearest["memory"]
-        yield f"with {_all_of(market, refusal)}: {_named(refusal)}, where least lacks; {refusal.remedy}"
+        yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the smallest shortfall; {refusal.remedy}"
         yield _with_a_smaller_batch(market.job, refusal, machines[refusal.name])
 
 

@@ -71,7 +71,7 @@ def sweep(
 ) -> None:
     """Plan every configuration of a file, and keep the results in a database.
 
-    The same command goes on where it was interrupted or killed. A configuration that fails is a row with its error.
+    The same command continues where it was interrupted or killed. A configuration that fails is a row with its error.
     """
     outcome = sweep_of(
         file,

@@ -63,7 +63,7 @@ def configurations(path: Path) -> Iterator[Configuration]:
         for row in table_rows(path, REQUIRED):
             if row[SURPLUS]:
                 raise RowsError(
-                    f"{row.where}: {row[SURPLUS]!r} stands behind the last column",
+                    f"{row.where}: {row[SURPLUS]!r} is after the last column",
                     hint="quote values with commas",
                 )
             yield Configuration({name: row[name] for name in row.fields if row[name]}, row.where)
