@@ -457,8 +457,8 @@ def load_profile(path: str | Path) -> Profile:
     hint = "calibrate again to write a new one"
     content = read_json_object(path, "profile", ProfileError, hint=hint)
     if content.get("format") != "zosim-profile":
-        message = f"{path} is not a profile: its format is not 'zosim-profile'"
-        raise ProfileError(message)
+        message = f"{path} is not a profile: its format is {content.get('format')!r}"
+        raise ProfileError(message, hint="make one with `zosim calibrate -o FILE`")
     if content.get("version") != _VERSION:
         message = (
             f"the profile {path} has version {content.get('version')!r}, but this zosim reads version "

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from executors.runs.jsonlines import Line, read_lines
+from executors.runs.jsonlines import DAMAGED_LINE, Line, read_lines
 from executors.runs.learning_rate import LearningRate
 from executors.runs.records import StepRecord, seed_of
 from executors.runs.runlog import STEPS_NAME, read_header
@@ -153,10 +153,14 @@ class _RowCheck:
         floats = [row.get(name) for name in names]
         whole = type(row.get("seed")) is int
         if not whole or not all(isinstance(x, int | float) and math.isfinite(x) for x in floats):
-            raise RunError(f"{self._path} line {line.number} is damaged: a number is missing or not finite")
+            raise RunError(
+                f"{self._path} line {line.number} is damaged: a number is missing or not finite",
+                hint=DAMAGED_LINE,
+            )
         if row["seconds"] < _SHORTEST_STEP_S:
             raise RunError(
-                f"{self._path} line {line.number} is damaged: a step has seconds={row['seconds']!r}"
+                f"{self._path} line {line.number} is damaged: a step has seconds={row['seconds']!r}",
+                hint=DAMAGED_LINE,
             )
         if self._learning_rate is not None:
             self._refuse_unless(
@@ -178,14 +182,16 @@ class _RowCheck:
         if row["projected_grad"] not in possible:
             raise RunError(
                 f"{self._path} line {line.number} is damaged: projected_grad={row['projected_grad']!r} does not "
-                f"follow from the losses {losses}"
+                f"follow from the losses {losses}",
+                hint=DAMAGED_LINE,
             )
 
     def _refuse_unless(self, line: Line, name: str, wanted: float, source: str) -> None:
         if line.row[name] != wanted:
             raise RunError(
                 f"{self._path} line {line.number} is damaged or belongs to another run: {name}={line.row[name]!r}, "
-                f"but {source} gives {wanted!r}"
+                f"but {source} gives {wanted!r}",
+                hint=DAMAGED_LINE,
             )
 
 
@@ -210,7 +216,7 @@ def _digests(path: Path) -> dict[int, str]:
     for line in read_lines(path):
         step, digest = line.row.get("num_steps"), line.row.get("digest")
         if type(step) is not int or not isinstance(digest, str):
-            raise RunError(f"{path} line {line.number} is damaged: it has no digest")
+            raise RunError(f"{path} line {line.number} is damaged: it has no digest", hint=DAMAGED_LINE)
         # A run that goes on may take a digest again, but not another one.
         if digests.setdefault(step, digest) != digest:
             raise RunError(f"{path} line {line.number} contradicts an earlier digest of step {step}")

@@ -24,6 +24,9 @@ RENAMED: Mapping[str, str] = {"query": "perturbation"}
 MAX_LOG_BYTES = 4 * 2**30
 """A run of ten million steps has less."""
 
+DAMAGED_LINE = "restore the file from a copy, or truncate it before that line and resume"
+"""Hint about a line of a log that contradicts itself or the run."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -64,13 +67,12 @@ def read_lines(path: str | Path) -> list[Line]:
 
 def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
     complaint = f"{path} line {number} is damaged"
-    hint = "restore the file from a copy, or truncate it before that line and resume"
     try:
-        row = parse_json(text.decode(), complaint, RunError, hint=hint)
+        row = parse_json(text.decode(), complaint, RunError, hint=DAMAGED_LINE)
     except UnicodeDecodeError as error:
-        raise RunError(f"{complaint}: it is not UTF-8 text, {error.reason}", hint=hint) from None
+        raise RunError(f"{complaint}: it is not UTF-8 text, {error.reason}", hint=DAMAGED_LINE) from None
     if not isinstance(row, dict):
-        raise RunError(f"{path} line {number} is damaged: it holds a JSON {type(row).__name__}")
+        raise RunError(f"{complaint}: it holds a JSON {type(row).__name__}", hint=DAMAGED_LINE)
     return with_present_names(row, RENAMED)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import socket
 import threading
 import time
@@ -171,7 +172,7 @@ class ScoringServer:
             self._listening = socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
         except OSError as error:
             raise RunError(
-                f"cannot listen at {LOOPBACK}:{port}: {error.strerror or error}",
+                f"cannot listen at {LOOPBACK}:{port}: {os.strerror(error.errno) if error.errno else error}",
                 hint="give another --port, or 0 for a free one",
             ) from error
         self.port: int = self._listening.getsockname()[1]

@@ -80,6 +80,8 @@ def _grids(path: Path) -> list[dict[str, list[Any]]]:
     hint = "write a mapping from option to value or list of values, or a list of such mappings"
     text = read_text(path, "sweep", RowsError, hint=hint, max_bytes=_MAX_BYTES)
     value, _ = parse_yaml(text, str(path), RowsError, hint=hint)
+    if value is None:
+        raise RowsError(f"{path} is empty", hint=hint)
     grids = []
     listed = value if isinstance(value, list) and value else [value]
     for number, grid in enumerate(listed, start=1):
