@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 from typer.core import TyperCommand
 
 from topology.errors import ZosimError, refusal_of_machine, refusing_ignored
@@ -169,12 +170,11 @@ def refuse_without(*packages: str) -> None:
 
 
 def report(error: ZosimError) -> None:
-    """Print a user's mistake to stderr: ``error:``, a blank line, ``hint:``."""
-    stderr.print("error:", style="bold red", end=" ")
-    stderr.print(error.message, soft_wrap=True)
+    """Print a user's mistake to stderr: ``error:``, a blank line, ``hint:``; on a terminal, lines end between words."""
+    text = Text.assemble(("error:", "bold red"), f" {error.message}")
     if error.hint is not None:
-        stderr.print("\nhint:", style="bold cyan", end=" ")
-        stderr.print(error.hint, soft_wrap=True)
+        text.append_text(Text.assemble("\n\n", ("hint:", "bold cyan"), f" {error.hint}"))
+    stderr.print(text, soft_wrap=not stderr.is_terminal)
 
 
 def _installed(package: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from topology.errors import PlanError
+from topology.errors import PlanError, ZosimError
 from zosim import cli, console, registry
 from zosim.report import Bullets, Report, Table
 
@@ -52,7 +54,7 @@ def works() -> None:
 
 def mistake() -> None:
     """Fail as a user would."""
-    from topology.errors import PlanError
+    from topology.errors import PlanError, ZosimError
     raise PlanError("batch=[0] must be positive", hint="use --batch 1, or install zosim[run]")
 
 def bug() -> None:
@@ -301,3 +303,16 @@ def test_a_source_tree_that_nobody_installed_has_its_commands(monkeypatch):
     assert {"plan", "run", "calibrate"} <= set(registry.registered())
     assert set(registry.registered()) == installed
     assert callable(registry.load(registry.registered(registry.FUNCTIONS)["run"]))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_of_an_error_end_between_words_on_a_terminal_alone(is_terminal, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(
+        cli, "stderr", console.PlainConsole(file=written, width=40, force_terminal=is_terminal, no_color=True)
+    )
+    message = "no plan fits the memory of this device, which is too small"
+    cli.report(ZosimError(message, hint="use another"))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
+    assert shown.split() == f"error: {message} hint: use another".split()
+    assert (max(map(len, shown.splitlines())) <= 40) is is_terminal
