@@ -174,6 +174,7 @@ def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> N
             "codecs apply to activations sent between stages, but the plan has no split point",
             hint="add --mesh stage=2, or --mesh stage=1 --split-points block.N.mlp for one process",
         )
+    # A plan file that is lossy was made with --allow-lossy: nobody need say it twice.
     known_to_lose = base is not None and base.split == plan.split
     if plan.split.is_lossy and not (allows or known_to_lose):
         raise PlanError(

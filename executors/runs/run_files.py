@@ -82,6 +82,7 @@ class RunFiles:
 
     def step(self, record: StepRecord) -> None:
         """Write a step to the log, which reaches the disk, then to the metrics, and print it."""
+        # The log first: a step that it has gets its metrics later, even after a crash.
         self._log.append(record.rows())
         self.step_again(record)
 
@@ -126,6 +127,7 @@ def remove_partial(out: Path) -> None:
     """Remove files that a killed process had begun to write."""
     for folder in (out, *(out / name for name in RUN_FOLDERS)):
         for partial in folder.glob(".*.partial") if folder == out else folder.rglob(".*.partial"):
+            # Nobody has read it: files get their names once they are whole.
             partial.unlink(missing_ok=True)
 
 

@@ -109,6 +109,7 @@ class Forwards(AxisWriter):
     def segment(self, segment: str, eval_point: EvalPoint) -> None:
         """Write the forward of `segment` at `eval_point`, if that is one of this rank's."""
         rank = self._rank
+        # Another rank forwards this point; weights in place pass through it all the same.
         if eval_point not in rank.number_of_own:
             return
         self._boundaries.before(segment, eval_point)
@@ -119,6 +120,7 @@ class Forwards(AxisWriter):
         ]
         reads: list[Access] = []
         for group in rank.model.param_groups_of(segment):
+            # A gathered table is perturbed later in the step: until then only the batch's rows are at the point.
             reads += self._eval_points.weights(group, segment, BASE if group in gathered else eval_point)
         num_new_tokens = (self._plan.forward.num_new_tokens or 0) if segment == HEAD else 0
         if num_new_tokens:

@@ -68,6 +68,7 @@ class _Touched:
                 latest[stream, False, access.share] = event
         for access in event.instruction.writes:
             written = {(stream, True, access.share): event}
+            # A write ends the history of its bytes: whoever comes next need only wait for the write.
             self._latest[access.buffer].put(access.offset_bytes, access.end_bytes, written)
 
     def conflicts(self, instruction: Instruction, *, of_peers: bool = False) -> Iterator[_Event]:
@@ -202,6 +203,7 @@ def _touching(listed: Iterable[Instruction], shared: frozenset[str]) -> Iterator
         reads = [access for access in item.reads if access.buffer in shared]
         writes = [access for access in item.writes if access.buffer in shared]
         if reads or writes:
+            # A rank's own buffers have the same names on its peers, and are other memory.
             yield replace(item, reads=tuple(reads), writes=tuple(writes))
 
 

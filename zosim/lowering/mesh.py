@@ -130,6 +130,7 @@ class Losses(AxisWriter):
         emit = self._emit
         emit("losses/pack", pack, Stream.COMPUTE, "scalar", HEAD, own, (packed,), scalar)
         emit("losses/all_gather", gather, Stream.LINK, "exchange", HEAD, (packed,), (gathered,), link)
+        # Every rank averages the same rows in the same order: projected gradients are equal to the last bit.
         emit("losses/mean", mean, Stream.COMPUTE, "scalar", HEAD, (gathered,), losses, scalar)
 
     def projected_gradient(self, perturbation: int) -> None:

@@ -170,6 +170,7 @@ class Perturbations(AxisWriter):
         self, group: ParamGroup, perturbation: int, step: int, *, is_apart: bool = False
     ) -> Access:
         """Return the access to the kept generator states before `group` and on the way through it."""
+        # States at marks on the way let several threads go on at once when it is sampled again.
         size, what = NUM_RNG_MARKS * RNG_STATE_BYTES, GeneratorState(group.name, perturbation)
         return Access(f"rng.{group.name}.q{perturbation}", what, step, size, size if is_apart else 0)
 
@@ -269,6 +270,7 @@ class Perturbations(AxisWriter):
         if offset_bytes is None:
             offset_bytes = self.fresh_offset(segment)
         if self._are_kept:
+            # A kept perturbation serves perturbing and updating, which needs z itself.
             keep, scaled = "factors" if self._rank.adds_factors else "all", False
         target = (
             self.rows(group, perturbation)

@@ -125,6 +125,7 @@ class Homes(AxisWriter):
         """Return the host memory by way of which a block on the drive goes to the device, or back."""
         number = self._on_disk(segment)
         assert number is not None
+        # Blocks on the drive take turns among themselves: blocks of the host lie in between.
         return f"{move}.{number % self._plan.residency.num_staging_buffers}"
 
     def staging_buffer(self, segment: str) -> str:
@@ -220,6 +221,7 @@ class Homes(AxisWriter):
             yield Buffer(self.home(group), self._space(group), size, "weights", kept_in, shared=shared)
         segments = tuple(filter(self._offloaded, self._rank.segments))
         yield from self._passed(segments, self.staging_buffer, plan.weights.dtype, "staging buffers")
+        # Copies move bytes alone: what crosses in another format is cast in a buffer of its own.
         if plan.is_transfer_lossy:
             for name, size in self._largest(segments, self.transfer_buffer, plan.transfer_dtype).items():
                 yield Buffer(name, Space.DEVICE, size, "transfer buffers", plan.transfer_dtype)
@@ -307,11 +309,13 @@ class Homes(AxisWriter):
         groups = self._offloaded(segment)
         lossy, dtype = self._plan.is_transfer_lossy, self._plan.transfer_dtype
         for group in groups:
+            # What came up unchanged is still on the host; frozen weights never go back.
             if not (changed and group.num_trainable):
                 continue
             # With a suffix this is the visit behind the projected gradient: what goes back has this step's update.
             step = 1 if suffix and not self._rank.is_delayed(group) else 0
             if lossy:
+                # Cast on the device, so that the bus carries the narrow format.
                 self._narrow(group, segment, step, suffix)
             source = self.transfer_buffer(segment) if lossy else self.staging_buffer(segment)
             what = ParamGroupWeights(group.name)

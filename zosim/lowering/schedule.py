@@ -96,6 +96,7 @@ class StepWriter:
 
     def write_step(self) -> None:
         """Write one step: load, forwards at every point, projected gradients, immediate updates."""
+        # Loaded first: rows of token tables are sampled for the tokens of the batch.
         self._forwards.load()
         self._boundaries.receive_all()
         if self._rank.is_batched:
@@ -180,6 +181,7 @@ class StepWriter:
         for group in self._perturbations.sampling_order:
             if group in self._rank.param_groups:
                 segment = self._rank.readers(group)[0]
+                # One buffer serves group after group, so each sampling overwrites the last.
                 self._perturbations.forget()
                 self._perturbations.sample(group, perturbation, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
@@ -215,6 +217,7 @@ class StepWriter:
         suffix = ":update"
         self.homes.upload(segment, suffix)
         for group in self._updated_with(segment):
+            # In a flush what is due is the update of the step before, elsewhere this step's.
             if self._rank.is_delayed(group) == step_before:
                 self._eval_points.update(group, segment, step=-1 if step_before else 0)
         self.homes.offload(segment, changed=True, suffix=suffix)

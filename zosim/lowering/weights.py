@@ -121,6 +121,7 @@ class EvalPoints(AxisWriter):
             return (own,) if own or is_recorded or self._plan.perturbations.kept else ()
         if self._plan.estimator.difference == "central":
             # From one sign to the other in one pass, of twice the distance.
+            # Each leap rounds: the sum of the three is not zero, which is the drift of MeZO's loop.
             return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
         return (Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)
 
@@ -263,6 +264,7 @@ class EvalPoints(AxisWriter):
         """Write the update of `group` with the projected gradients of `step`, one perturbation after the other."""
         num_perturbations = self._plan.estimator.num_perturbations
         buffer = self._homes.buffer_of(group, segment)
+        # In the order of their indices, as replaying does: each update rounds, so another order has other bits.
         divisor = self._storage.update_divisor
         for perturbation in range(num_perturbations):
             z = self._perturbations.sample(
