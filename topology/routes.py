@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,11 +133,18 @@ class Routes:
         self._paths: dict[tuple[str, str], tuple[RouteHop, ...] | None] = {}
         self._steps: dict[tuple[str, str], list[tuple[_Length, _Narrowness]]] = {}
         """The links from a node to the next as costs, shortest first."""
+        self._pairs: dict[frozenset[str | None], list[tuple[str, str]]] = {}
+        """Nodes that links join, by the hosts that they belong to."""
+        self._graphs: dict[frozenset[str | None], nx.Graph[str]] = {}
         for link in links:
             narrowness = _Narrowness(-link.bandwidth_bytes_per_s)
             for pair in ((link.source, link.target), (link.target, link.source)):
                 length = _Length((link.latency_s, 1, (pair[1], link.id)))
                 insort(self._steps.setdefault(pair, []), (length, narrowness))
+            ends = link.source, link.target
+            of_hosts = frozenset(self._nodes[end].host for end in ends)
+            self._pairs.setdefault(of_hosts, []).append(ends)
+        self._widest = {pair: min(narrow for _, narrow in steps) for pair, steps in self._steps.items()}
         self.measured_by_pair: Mapping[tuple[str, str], float] = {
             (entry.source, entry.target): entry.bandwidth.in_si("bandwidth") for entry in measured
         }
@@ -202,28 +209,38 @@ class Routes:
         """
         import networkx as nx
 
-        def steps(source: str, target: str) -> Iterable[tuple[_Length, _Narrowness]]:
-            """What a path may take from a node to the next."""
-            passes = source == source_id or self._nodes[source].type in node_types
+        def is_open(source: str, target: str) -> bool:
+            """Whether a path may go from a node to the next."""
             # networkx compares costs with that of the source, which is the number 0: no path comes back to it.
-            is_open = passes and target != source_id and (hosts is None or self._nodes[target].host in hosts)
-            return self._steps[source, target] if is_open else ()
+            return target != source_id and (source == source_id or self._nodes[source].type in node_types)
 
         def narrowness(source: str, target: str, _: object) -> Any:
-            return min((narrow for _, narrow in steps(source, target)), default=None)
+            return self._widest[source, target] if is_open(source, target) else None
 
         def length(source: str, target: str, _: object) -> Any:
-            return next((length for length, narrow in steps(source, target) if narrow <= narrowest), None)
+            steps = self._steps[source, target] if is_open(source, target) else ()
+            return next((length for length, narrow in steps if narrow <= narrowest), None)
 
         if source_id == target_id:
             return ()
+        graph = self._graph if hosts is None else self._among(frozenset(hosts))
         try:
-            narrowest = nx.dijkstra_path_length(self._graph, source_id, target_id, narrowness)
-        except nx.NetworkXNoPath:
+            narrowest = nx.dijkstra_path_length(graph, source_id, target_id, narrowness)
+        except (nx.NetworkXNoPath, nx.NodeNotFound):
             return None
-        total: Any = nx.dijkstra_path_length(self._graph, source_id, target_id, length)
+        total: Any = nx.dijkstra_path_length(graph, source_id, target_id, length)
         nodes, links = total[2][::2], total[2][1::2]
         return tuple(map(RouteHop, map(self._links.__getitem__, links), (source_id, *nodes), nodes))
+
+    def _among(self, hosts: frozenset[str | None]) -> nx.Graph[str]:
+        """Return the nodes of some hosts that links join: a network of a thousand adapters is passed by those of two hosts alone."""
+        import networkx as nx
+
+        if hosts not in self._graphs:
+            graph = self._graphs[hosts] = nx.Graph()
+            for ends in {frozenset(ends) for ends in product(hosts, repeat=2)}:
+                graph.add_edges_from(self._pairs.get(ends, ()))
+        return self._graphs[hosts]
 
     def _declared_resource_ids(
         self, source_id: str, target_id: str, hops: tuple[RouteHop, ...], staged_in: str | None

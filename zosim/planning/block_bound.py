@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import inf
 
 from costmodel.estimate import estimate
 from costmodel.models.model_spec import HEAD, ModelSpec, block_segment
@@ -46,9 +47,9 @@ from zosim.planning.block_graph import BlockGraph, Execution, Seconds, StageStep
 from zosim.planning.footprint import Footprint, footprint_of
 from zosim.plans import Plan
 from zosim.program import Program
-from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction
+from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction, Stream
 from zosim.program.operations import Collective, Forward, Recv, Send
-from zosim.simulators.shortening import shortened_stages, shortest
+from zosim.simulators.shortening import NUM_BLOCKS, shortened_stages, shortest
 
 _STAGING_ROLES = ("staging buffers", "transfer buffers")
 
@@ -63,6 +64,10 @@ class BlockBound:
         Seconds per step, at least.
     loads : tuple of float
         What a step takes of every resource of the rank's machine, in their order: seconds times rate.
+    loads_behind : tuple of float
+        Of these, what uploads take that nothing lets begin before losses are exchanged.
+    computed_s : float
+        Seconds of computation in a step until losses are exchanged; infinite where they are not.
     footprint : Footprint
     num_instructions : int
         Of a step.
@@ -70,6 +75,8 @@ class BlockBound:
 
     period_s: float
     loads: tuple[float, ...]
+    loads_behind: tuple[float, ...]
+    computed_s: float
     footprint: Footprint
     num_instructions: int
 
@@ -92,6 +99,7 @@ class BlockBounder:
         self._losses: dict[Hashable, Work] = {}
         self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
+        self._passes_s: dict[Hashable, float] = {}
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
@@ -106,6 +114,10 @@ class BlockBounder:
             self._loss_s[key] = estimate(StepWriter(plan, rank).loss_work(), machine.profile).seconds
         return self._loss_s[key]
 
+    def passes_s(self, plan: Plan, machine: Machine) -> float:
+        """Return the seconds of a step's passes over the parameters of blocks, where a like rank was bounded; else 0."""
+        return self._passes_s.get(_passes(plan, machine), 0.0)
+
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         role, num_staging_buffers = _role(plan, rank), plan.residency.num_staging_buffers
@@ -114,7 +126,7 @@ class BlockBounder:
         if key not in self._known_bounds:
             if (role, num_staging_buffers) not in self._buffers:
                 self._buffers[role, num_staging_buffers] = StepWriter(plan, rank).buffers()
-            stage, loads = self._stage(plan, rank, machine)
+            stage, prices = self._stage(plan, rank, machine)
             two_blocks = self._two_blocks[role]
             memory = footprint_of(
                 self._buffers[role, num_staging_buffers],
@@ -122,10 +134,19 @@ class BlockBounder:
                 machine.profile,
             )
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
-            self._known_bounds[key] = BlockBound(period, loads, memory, two_blocks.num_instructions)
+            # The first blocks come up into buffers that are free by then.
+            num_early, num_blocks = num_staging_buffers + NUM_BLOCKS, plan.model.num_blocks
+            fraction = max(0.0, 1 - num_early / num_blocks)
+            behind = tuple(amount * fraction for amount in prices.loads_behind)
+            self._known_bounds[key] = BlockBound(
+                period, prices.loads, behind, prices.computed_s, memory, two_blocks.num_instructions
+            )
+            if plan.num_stages == 1 and rank == 0:
+                # They are the same whatever is forwarded, so they tell plans of other meshes something.
+                self._passes_s[_passes(plan, machine)] = two_blocks.passes_s(stage.seconds)
         return self._known_bounds[key]
 
-    def _stage(self, plan: Plan, rank: int, machine: Machine) -> tuple[StageStep, tuple[float, ...]]:
+    def _stage(self, plan: Plan, rank: int, machine: Machine) -> tuple[StageStep, _Prices]:
         """Return who waits for whom in a step of a rank with what its instructions take, and what they take of resources.
 
         Of these the number of staging buffers changes the first alone, and chunks of the loss what the head's forwards take.
@@ -141,6 +162,8 @@ class BlockBounder:
             loss = self._loss_work(plan, rank, role)
             # Every resource has a place, so that loads of machines alike can be added by position.
             loads = dict.fromkeys(machine.capacities, 0.0)
+            behind = dict(loads)
+            computed_s, is_exchanged = 0.0, False
             seconds = []
             share = _share_on_disk(plan, rank)
             for execution in two_blocks.executions:
@@ -158,11 +181,21 @@ class BlockBounder:
                 )
                 for item, activity in zip(items, activities, strict=True):
                     count = execution.count * (share if item.stream in DISK_STREAMS else 1)
+                    is_exchanged |= item.label == "exchange"
+                    if item.stream == Stream.COMPUTE and not is_exchanged:
+                        computed_s += activity.seconds * count
                     for name, amount in activity.loads():
                         loads[name] += amount * count
-            self._prices[key] = _Prices(seconds, tuple(loads.values()))
+                        if is_exchanged and item.stream == Stream.H2D and execution.count > 1:
+                            behind[name] += amount * count
+            self._prices[key] = _Prices(
+                seconds,
+                tuple(loads.values()),
+                tuple(behind.values()),
+                computed_s if is_exchanged else inf,
+            )
         prices, graph = self._prices[key], two_blocks.graph(plan.residency.num_staging_buffers)
-        return StageStep(graph, prices.seconds, machine.step_s()), prices.loads
+        return StageStep(graph, prices.seconds, machine.step_s()), prices
 
     def _loss_work(self, plan: Plan, rank: int, role: Hashable) -> Work | None:
         """Return the work of a forward of the head that takes the loss in chunks; None for a loss at once."""
@@ -220,6 +253,13 @@ def _role(plan: Plan, rank: int) -> Hashable:
     )
 
 
+def _passes(plan: Plan, machine: Machine) -> Hashable:
+    """Return what decides how long the first rank of a plan of one stage passes over the parameters of its blocks."""
+    eval_points = plan.eval_points_of(0)
+    axes = plan.residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward
+    return len(eval_points), BASE in eval_points, axes, id(machine.profile)
+
+
 def _block_number(segment: str) -> int | None:
     return whole_number(segment.partition(".")[2].partition(".")[0])
 
@@ -247,10 +287,12 @@ def _takes_loss(instruction: Instruction) -> bool:
 
 @dataclass(frozen=True)
 class _Prices:
-    """What a step takes on a machine: the seconds of its instructions, and of every resource of the machine seconds times rate."""
+    """What a step takes on a machine: the seconds of its instructions, and of every resource seconds times rate (:class:`BlockBound`)."""
 
     seconds: Seconds
     loads: tuple[float, ...]
+    loads_behind: tuple[float, ...]
+    computed_s: float
 
 
 class _TwoBlocks:
@@ -276,6 +318,17 @@ class _TwoBlocks:
         """Return the largest workspace, of a loss that is taken so where the rank takes one."""
         has_loss = loss is not None and self._loss_bytes
         return max(self._other_bytes, loss.workspace_bytes if loss and has_loss else self._loss_bytes)
+
+    def passes_s(self, seconds: Seconds) -> float:
+        """Return the seconds of all computation for blocks but their forwards."""
+        return sum(
+            alone_s * execution.count
+            for execution, own in zip(self.executions, seconds, strict=True)
+            for item, alone_s in zip(execution.instructions, own, strict=True)
+            if item.stream == Stream.COMPUTE
+            and item.label != "forward"
+            and _block_number(item.segment) is not None
+        )
 
     def graph(self, num_staging_buffers: int) -> BlockGraph:
         """Return who waits for whom with so many staging buffers."""

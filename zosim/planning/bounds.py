@@ -25,9 +25,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from costmodel.memory import Where
+from costmodel.models.model_spec import EMBED, HEAD
 from topology.units import format_bytes
 from zosim.eval_points import BASE
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
@@ -95,15 +97,12 @@ class Bounds:
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
         self._known_classes: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = paths or KnownPaths()
+        self._block_bytes: dict[Hashable, float] = {}
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:
         """Return the bound of a plan for the request."""
-        # Plans of one mesh differ in what ranks do, not in which ranks are alike.
-        key = (plan.mesh, plan.placement)
-        if key not in self._known_classes:
-            self._known_classes[key] = self._rank_classes(plan)
-        classes = self._known_classes[key]
+        classes = self._classes(plan)
         machines = self.machines(plan)
         block_bounds = [self._bounder.bound(plan, rank, machines[rank]) for rank in classes.ranks]
         of_type = [bound.footprint for bound in block_bounds]
@@ -132,6 +131,40 @@ class Bounds:
             any(lack.where == "host" for lack in lacks),
         )
 
+    def least_s(self, plan: Plan, forwards_s: float) -> float:
+        """Return the seconds of a step, at least, by what is known before anything of the plan is written.
+
+        Parameters
+        ----------
+        forwards_s : float
+            What forwards alone take, on the fastest of the devices.
+        """
+        if plan.num_stages > 1:
+            return forwards_s
+        machines = self.machines(plan)
+        profiles = {id(machine.profile): machine for machine in machines}
+        passes_s = min(self._bounder.passes_s(plan, machine) for machine in profiles.values())
+        return max(forwards_s + passes_s, self._uploads_s(plan, machines))
+
+    def _uploads_s(self, plan: Plan, machines: Sequence[Machine]) -> float:
+        """Return the seconds for which blocks that come up once keep the fullest link of any host busy."""
+        if not plan.is_offloaded or plan.is_transfer_lossy:
+            return 0.0
+        key = plan.weights, plan.low_bits
+        if key not in self._block_bytes:
+            of_blocks = (group for group in plan.model.param_groups if group.segments[0] not in (EMBED, HEAD))
+            self._block_bytes[key] = sum(map(plan.storage.nbytes, of_blocks))
+        copied_bytes, busiest_s = self._block_bytes[key] / (plan.num_shares if plan.is_sliced else 1), 0.0
+        # What a host's nearest memory has no space for passes others.
+        memories = {node.id for node in self._request.hardware.topology.of_type("memory")}
+        for members in self._classes(plan).hosts.values():
+            busy_s: dict[str, float] = defaultdict(float)
+            for rank, _ in members:
+                for name in machines[rank].routes.get("h2d", ()):
+                    busy_s[name] += copied_bytes / machines[rank].capacities[name]
+            busiest_s = max(busiest_s, *(s for name, s in busy_s.items() if name not in memories), 0.0)
+        return busiest_s
+
     def loss_s(self, plan: Plan) -> float:
         """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""
         last = plan.mesh.pipelines[0][-1]
@@ -148,6 +181,13 @@ class Bounds:
                 request.hardware.topology, placement.devices, profiles, plan.process_groups, known=self._paths
             )
         return self._known[key]
+
+    def _classes(self, plan: Plan) -> _RankClasses:
+        # Plans of one mesh differ in what ranks do, not in which ranks are alike.
+        key = plan.mesh, plan.placement
+        if key not in self._known_classes:
+            self._known_classes[key] = self._rank_classes(plan)
+        return self._known_classes[key]
 
     def _rank_classes(self, plan: Plan) -> _RankClasses:
         machines, topology = self.machines(plan), self._request.hardware.topology
@@ -185,11 +225,18 @@ class Bounds:
         fullest_s = 0.0
         for members in classes.hosts.values():
             busy_s: dict[str, float] = defaultdict(float)
+            behind_s: dict[str, float] = defaultdict(float)
             for rank, rank_class in members:
-                amounts, capacities = block_bounds[rank_class].loads, machines[rank].capacities
-                for amount, (name, capacity) in zip(amounts, capacities.items(), strict=True):
-                    busy_s[name] += amount / capacity
+                bound = block_bounds[rank_class]
+                amounts = zip(machines[rank].capacities.items(), bound.loads, bound.loads_behind, strict=True)
+                for (name, capacity), load, behind in amounts:
+                    busy_s[name] += load / capacity
+                    behind_s[name] += behind / capacity
             fullest_s = max(fullest_s, *busy_s.values())
+            # Whoever ends its uploads behind the exchange last has yet to compute until the next one.
+            computed_s = min(block_bounds[rank_class].computed_s for _, rank_class in members)
+            if computed_s < inf and plan.num_stages == 1:
+                fullest_s = max(fullest_s, computed_s + max(behind_s.values()))
         return fullest_s
 
     def _missing(self, plan: Plan, classes: _RankClasses, taken: Footprints) -> Iterator[_Lack]:

@@ -20,6 +20,7 @@ from typing import Any
 from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
+from zosim.lowering import lower_all
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.disks import fewest_on_disk, may_use_disks
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
@@ -34,6 +35,7 @@ from zosim.plans import AXES, INSIDE, Mesh, Plan, Residency, fields_of
 from zosim.program.validate_set import validate_set
 from zosim.report import frame
 from zosim.simulators.assembly import without_garbage_collection
+from zosim.simulators.shortening import with_few_blocks
 
 __all__ = ["Candidate", "Decision", "Guarantee", "Request", "candidates", "choose", "placements"]
 
@@ -251,7 +253,7 @@ def choose(request: Request) -> Decision:
     if not search.simulated:
         raise _nothing_fits(request, search.rejected)
     best, others = search.ranked()
-    validate_set(best.planned.programs)
+    validate_set(lower_all(with_few_blocks(best.plan)))
     # For comparison: where the paper would split for as many stages.
     inside = [block_segment(index) + INSIDE for index in range(best.plan.model.num_blocks)]
     printed_split_points = sparsest_near_the_middle(
@@ -316,10 +318,17 @@ class _Node:
 
 
 class _Restrictions:
-    """The plans of a shape, by number, and those that each one relaxes."""
+    """The plans of a shape, by number, and those that each one relaxes.
 
-    def __init__(self, plans: list[Plan], relaxed: list[int | None]) -> None:
+    Attributes
+    ----------
+    least_s : float
+        Of the shape.
+    """
+
+    def __init__(self, plans: list[Plan], relaxed: list[int | None], least_s: float) -> None:
         self.plans = plans
+        self.least_s = least_s
         self.of: dict[int | None, list[int]] = {}
         for number, before in enumerate(relaxed):
             self.of.setdefault(before, []).append(number)
@@ -424,13 +433,15 @@ class _Search:
         """Look at the plans of a shape that no other relaxes."""
         plans = self._variants.plans(shape)
         if plans:
-            restrictions = _Restrictions(plans, [variant.relaxed for variant in self._variants.of(shape)])
+            relaxed = [variant.relaxed for variant in self._variants.of(shape)]
+            restrictions = _Restrictions(plans, relaxed, shape.least_s)
             self._push_restrictions(restrictions, None, shape.least_s)
 
     def _push_restrictions(self, restrictions: _Restrictions, number: int | None, bound_s: float) -> None:
         for restriction in restrictions.of.get(number, ()):
             plan = restrictions.plans[restriction]
-            self._push(bound_s, plan=plan, restrictions=restrictions, number=restriction)
+            least_s = max(bound_s, self._bounds.least_s(plan, restrictions.least_s))
+            self._push(least_s, plan=plan, restrictions=restrictions, number=restriction)
 
     def _bound(self, node: _Node) -> None:
         """Bound a plan, with the loss at once or in chunks, and go on with those that it relaxes."""
