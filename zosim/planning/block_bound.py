@@ -49,7 +49,7 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction, Stream
 from zosim.program.operations import Collective, Forward, Recv, Send
-from zosim.simulators.shortening import NUM_BLOCKS, shortened_stages, shortest
+from zosim.simulators.shortening import NUM_BLOCKS, shortened_stages, shortest, with_blocks
 
 _STAGING_ROLES = ("staging buffers", "transfer buffers")
 
@@ -100,6 +100,7 @@ class BlockBounder:
         self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
         self._passes_s: dict[Hashable, float] = {}
+        self._few_blocks: dict[int, ModelSpec] = {}
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
@@ -125,7 +126,7 @@ class BlockBounder:
         key = role, num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._known_bounds:
             if (role, num_staging_buffers) not in self._buffers:
-                self._buffers[role, num_staging_buffers] = StepWriter(plan, rank).buffers()
+                self._buffers[role, num_staging_buffers] = tuple(self._all_buffers(plan, rank))
             stage, prices = self._stage(plan, rank, machine)
             two_blocks = self._two_blocks[role]
             memory = footprint_of(
@@ -145,6 +146,21 @@ class BlockBounder:
                 # They are the same whatever is forwarded, so they tell plans of other meshes something.
                 self._passes_s[_passes(plan, machine)] = two_blocks.passes_s(stage.seconds)
         return self._known_bounds[key]
+
+    def _all_buffers(self, plan: Plan, rank: int) -> Iterator[Buffer]:
+        """Yield the buffers of a rank; where blocks are alike, those of the last stand for all behind those of the staging buffers."""
+        num_few, num_blocks = plan.residency.num_staging_buffers + 1, plan.model.num_blocks
+        is_plain = self._is_long and plan.num_stages == 1 and not (plan.split_points or plan.uses_disks)
+        if not is_plain or num_few >= num_blocks:
+            yield from StepWriter(plan, rank).buffers()
+            return
+        if num_few not in self._few_blocks:
+            self._few_blocks[num_few] = with_blocks(plan.model, range(num_few))
+        few = plan.model_copy(update={"model": self._few_blocks[num_few]})
+        last = f".{block_segment(num_few - 1)}."
+        for buffer in StepWriter(few, rank).buffers():
+            count = num_blocks - num_few + 1 if last in f".{buffer.name}." else 1
+            yield replace(buffer, size_bytes=count * buffer.size_bytes)
 
     def _stage(self, plan: Plan, rank: int, machine: Machine) -> tuple[StageStep, _Prices]:
         """Return who waits for whom in a step of a rank with what its instructions take, and what they take of resources.

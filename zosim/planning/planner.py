@@ -24,7 +24,7 @@ from zosim.lowering import lower_all
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.disks import fewest_on_disk, may_use_disks
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
-from zosim.planning.footprint import Footprints
+from zosim.planning.footprint import WORKSPACE, Footprints
 from zosim.planning.predict import PlannedRun, Prediction
 from zosim.planning.request import ASSUMED_SIZE, HOW_TO_STATE_MEMORY, Request
 from zosim.planning.space import PlanShape, check, too_few_ranks
@@ -469,8 +469,13 @@ class _Search:
         self, whole: Candidate, chunked: dict[int, Plan], in_order: list[int], saved_s: float
     ) -> Iterator[Candidate]:
         """Yield the fastest plan that takes its loss in chunks, where that is faster, or the only way to fit."""
-        # Where not even the smallest chunk fits, logits are not what takes the memory.
-        is_short = bool(whole.missing and chunked) and not self._candidate(chunked[min(chunked)]).missing
+        # Where not even the smallest chunk fits, logits are not what takes the memory. They are workspace, and slack beside it.
+        workspaces = (
+            sum(c.size_bytes for c in rank.components if c.name == WORKSPACE)
+            for rank in whole.footprints.ranks
+        )
+        is_short = bool(chunked) and 0 < whole.bound.missing_bytes <= 2 * max(workspaces)
+        is_short = is_short and not self._candidate(chunked[min(chunked)]).missing
         if is_short or (saved_s > ALIKE * whole.seconds and not whole.missing):
             made = (self._candidate(chunked[num_tokens]) for num_tokens in in_order)
             yield from islice((candidate for candidate in made if not candidate.missing), 1)
