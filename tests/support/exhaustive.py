@@ -10,8 +10,9 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -203,25 +204,28 @@ def main() -> int:
     if parsed.choose_only:
         parsed.choose_only.write_text(json.dumps([chosen_s(case.limited()) for case in drawn]))
         return 0
-    known = [(value,) for value in json.loads(parsed.of.read_text())] if parsed.of else [None] * len(drawn)
-    outcomes = list(_shown(drawn, known))
-    worse = [each for each in outcomes if each.regret > BETTER]
+    known = [(value,) for value in json.loads(parsed.of.read_text())] if parsed.of else []
+    found = list(outcomes(drawn, known=known))
+    worse = [each for each in found if each.regret > BETTER]
     print(
-        f"{len(worse)} of {len(outcomes)} requests have a better plan, by up to "
-        f"{max((each.regret for each in worse), default=0.0):.1%}; {sum(each.num_plans for each in outcomes):,} plans "
-        f"bounded, {sum(each.num_simulated for each in outcomes):,} simulated"
+        f"{len(worse)} of {len(found)} requests have a better plan, by up to "
+        f"{max((each.regret for each in worse), default=0.0):.1%}; {sum(each.num_plans for each in found):,} plans "
+        f"bounded, {sum(each.num_simulated for each in found):,} simulated"
     )
     return bool(worse)
 
 
-def _shown(drawn: list[Case], known: list[Any]) -> Iterator[Outcome]:
-    for case, chosen in zip(drawn, known, strict=True):
+def outcomes(
+    drawn: Sequence[Case], *, every: int = 50, known: Sequence[tuple[float | None] | None] = ()
+) -> Iterator[Outcome]:
+    """Yield what is found of each case that does not contradict itself, and print those with a better plan."""
+    for case, chosen in zip_longest(drawn, known):
         try:
-            found = outcome(case, chosen=chosen)
+            found = outcome(case, every=every, chosen=chosen)
         except PlanError as error:
             if isinstance(error, DoesNotFit) or not case.named:
                 raise
-            continue  # what it names contradicts itself
+            continue
         if found.regret > BETTER:
             print(f"{found.regret:8.2%} {case}\n         {found.best}", flush=True)
         yield found

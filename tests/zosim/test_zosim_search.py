@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from costmodel import read_model_spec
-from tests.support.exhaustive import BETTER, cases, outcome
+from tests.support.exhaustive import BETTER, cases, few_plans, outcome, outcomes
 from tests.support.requests import request_for
 from topology import load_preset
 from topology.clusters import cluster
@@ -16,6 +16,8 @@ from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.predict import PlannedRun
+from zosim.planning.split_search import Costs
+from zosim.planning.variants import Variants, shapes
 from zosim.plans import AXES, Estimator, Mesh, Residency, Weights, fields_of
 from zosim.simulators.shortening import with_blocks
 
@@ -61,6 +63,37 @@ SMALL = [case for case in cases(60, seed=3) if case.batch * case.seq <= 48][:5]
 def test_no_plan_of_a_small_grid_is_better(case) -> None:
     found = outcome(case, every=100)
     assert found.regret <= BETTER, found
+
+
+def test_no_plan_is_better_where_requests_name_most_of_what_is_chosen() -> None:
+    """Several ranks that share links and copies are among them."""
+    judged = list(outcomes(few_plans(6, seed=1), every=5))
+    assert sum(found.case.max_ranks > 1 for found in judged) >= 1
+    assert [found for found in judged if found.regret > BETTER] == []
+
+
+def test_what_is_known_before_a_plan_is_written_is_no_more_than_its_bound() -> None:
+    fixed = {"perturbations": {"sampled_ahead": False}, "residency": {"blocks": "offloaded"}}
+    requested = request("opt-1.3b", "rtx4090-2x", batch=2, fixed=fixed)
+    costs = Costs(requested.config.spec, requested.split_options)
+    bounds, variants = Bounds(requested, costs.paths), Variants(requested)
+    plans = [(plan, shape) for shape in shapes(requested, costs) for plan in variants.plans(shape)]
+    bound_s = [bounds.of(plan).seconds for plan, _ in plans]
+    # Passes over parameters are known from then on.
+    least_s = [bounds.least_s(plan, shape.least_s) for plan, shape in plans]
+    fractions = [least / bound for least, bound in zip(least_s, bound_s, strict=True)]
+    assert 0.6 < max(fractions) <= 1 + 1e-9
+
+
+def test_uploads_behind_the_exchange_of_losses_come_on_top_of_the_forwards() -> None:
+    """Two ranks share a link, on which every block comes up a second time for its update."""
+    fixed = {
+        "residency": {"blocks": "offloaded", "transfers": "sliced", "num_staging_buffers": 2},
+        "schedule": {"update": "immediate"},
+    }
+    requested = request("opt-1.3b", "dgx-1v", num_blocks=24, batch=2, mesh=Mesh(data=2), fixed=fixed)
+    chosen = choose(requested).chosen
+    assert 0.9 * chosen.seconds < chosen.bound.seconds <= chosen.seconds * (1 + 1e-9)
 
 
 def test_an_answer_says_how_many_plans_it_is_the_best_of() -> None:
