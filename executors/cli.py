@@ -277,7 +277,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
     """Rebuild a run's weights bit for bit, from its base weights and its log."""
-    from executors.ranks.mesh import alone
+    from executors.ranks.mesh import on_one_rank
     from executors.runs.replay import replay as replay_run
     from executors.runs.runlog import read_header
     from executors.threads import use_threads
@@ -287,7 +287,7 @@ def replay(
     model = model or _recorded_base(header, directory)
     use_threads(threads or header["num_threads"])
     recorded = Plan.model_validate(header["plan"])
-    base = alone(recorded)
+    base = on_one_rank(recorded)
     placed = None
     if residency is not None:
         config = laid_over(base, PlanConfig(residency=Residency(blocks=residency)), lambda _: base.model)

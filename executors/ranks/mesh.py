@@ -14,7 +14,7 @@ from zosim.planning.resolve import resolve, spread
 from zosim.plans import Mesh, Plan, Split
 
 
-def alone(plan: Plan) -> Plan:
+def on_one_rank(plan: Plan) -> Plan:
     """Return the plan of one rank that computes what all ranks of `plan` do, but for the rounding of sums.
 
     Codecs are left out, too: what they change are losses alone.

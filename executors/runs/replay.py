@@ -18,7 +18,7 @@ from torch import nn
 from costmodel.models.configs import Prefix
 from executors.models.mapped import load_weights
 from executors.models.weight_files import weights_digest
-from executors.ranks.mesh import alone
+from executors.ranks.mesh import on_one_rank
 from executors.runs.adapters import Tuned, attach, recorded_adapters, save_tuned
 from executors.runs.base import base_facts, refuse_other_base, unknown_base
 from executors.runs.checkpoint import Checkpoint, newest_checkpoint
@@ -192,7 +192,9 @@ def session_at(
     """
     if plan is None:
         program = program or recorded_programs(history.directory, history.header)
-    elif alone(plan) != alone(history.plan) and (plan.is_transfer_lossy or history.plan.is_transfer_lossy):
+    elif on_one_rank(plan) != on_one_rank(history.plan) and (
+        plan.is_transfer_lossy or history.plan.is_transfer_lossy
+    ):
         raise RunError(
             f"{history.directory} and the requested placement differ, and one of them rounds weights in "
             "transfers",
@@ -229,7 +231,7 @@ def session_at(
 
 def plan_for_one_rank(history: History) -> Plan | None:
     """Return the plan by which one rank replays a run of several ranks; None for a run of one."""
-    return alone(history.plan) if history.plan.placement.world_size > 1 else None
+    return on_one_rank(history.plan) if history.plan.placement.world_size > 1 else None
 
 
 def advance(

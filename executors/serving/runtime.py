@@ -257,7 +257,7 @@ class Batcher:
     Parameters
     ----------
     runtime : Runtime
-        Called by no other thread but through :meth:`alone`.
+        Called by no other thread but through :meth:`exclusively`.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -284,7 +284,7 @@ class Batcher:
                 self._changed.notify()
         return entry.answers
 
-    def alone(self, action: Callable[[], Any]) -> Any:
+    def exclusively(self, action: Callable[[], Any]) -> Any:
         """Run an action on the runtime between two forwards."""
         with self._at_work:
             return action()

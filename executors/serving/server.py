@@ -508,7 +508,7 @@ class _Application:
                     hint="unload one (/v1/unload_lora_adapter), or start the server with a larger --max-adapters",
                 )
             adapter = self._runtime.read(Path(requested.lora_path))
-            self._batcher.alone(lambda: self._runtime.add(requested.lora_name, adapter))
+            self._batcher.exclusively(lambda: self._runtime.add(requested.lora_name, adapter))
 
         await self._in_turn(load)
         return {"message": f"adapter {requested.lora_name!r} loaded"}
@@ -521,7 +521,7 @@ class _Application:
                 raise HTTPException(
                     HTTPStatus.NOT_FOUND, f"the adapter {requested.lora_name!r} does not exist"
                 )
-            self._batcher.alone(lambda: self._runtime.unload(requested.lora_name))
+            self._batcher.exclusively(lambda: self._runtime.unload(requested.lora_name))
 
         await self._in_turn(unload)
         return {"message": f"adapter {requested.lora_name!r} unloaded"}

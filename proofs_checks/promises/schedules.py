@@ -237,8 +237,8 @@ def blind_validator(shipped, self, item, held, left):
 
 
 @planted("zosim.lowering.weights:EvalPoints.perturb", "blocks that are not restored")
-def blocks_not_restored(shipped, self, groups, segment, perturbation, leap):
-    shipped(self, groups if leap.eval_point.is_perturbed else (), segment, perturbation, leap)
+def blocks_not_restored(shipped, self, groups, segment, perturbation, transition):
+    shipped(self, groups if transition.eval_point.is_perturbed else (), segment, perturbation, transition)
 
 
 @planted("zosim.lowering.rank:Listing.emit", "a perturbation not drawn again")

@@ -208,14 +208,17 @@ def in_two_halves(shipped, self, theta, z, scale, epsilon, out=None):
     shipped(self, theta if out is None else out, z, scale, epsilon / 2)
 
 
-def with_leaps(name: str, scales: Mapping[int, int]) -> Fault:
+def with_transitions(name: str, scales: Mapping[int, int]) -> Fault:
     """Return a fault of perturbations by other multiples of the perturbation, by multiple."""
 
     @planted("zosim.lowering.weights:EvalPoints.path", name)
     def fault(shipped, self, perturbation):
         return tuple(
-            tuple(leap._replace(scale=scales.get(leap.scale, leap.scale)) for leap in leaps)
-            for leaps in shipped(self, perturbation)
+            tuple(
+                transition._replace(scale=scales.get(transition.scale, transition.scale))
+                for transition in transitions
+            )
+            for transitions in shipped(self, perturbation)
         )
 
     return fault
@@ -237,7 +240,7 @@ CHECKS: Checks = {
         check_sequence,
         fused,
         in_two_halves,
-        with_leaps("a second forward at +2ε", {-2: 1}),
+        with_transitions("a second forward at +2ε", {-2: 1}),
     ),
     "restore-drift": (
         corrected(
@@ -260,7 +263,7 @@ CHECKS: Checks = {
             "executors.steps.arithmetic:ParamPass.perturb_scaled",
             lambda shipped, self, theta, w, scale, _out: shipped(self, theta, w, scale),
         ),
-        with_leaps("a second copy from the first", {-1: -2}),
+        with_transitions("a second copy from the first", {-1: -2}),
     ),
     "delayed-equals-immediate": printed(
         check_delayed,

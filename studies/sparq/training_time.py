@@ -23,7 +23,7 @@ from executors.models.model import Batch, SegmentedModel
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
 from executors.models.split_points import SplitPoint, boundary_tensors
 from executors.ranks.launch import launch, process_group
-from executors.ranks.mesh import alone
+from executors.ranks.mesh import on_one_rank
 from executors.runs.session import Session
 from executors.turns import end_to_end
 from studies.records import write_records
@@ -94,7 +94,7 @@ def plan_for(pretrained: Pretrained, case: CodecCase, encoding: str) -> Plan:
     staged["seq"] = batch["input_ids"].shape[1]
     staged["split"]["densities"] = (_density(SegmentedModel(model), batch, case),)
     plan = Plan.model_validate(staged)
-    return plan if encoding else alone(plan)
+    return plan if encoding else on_one_rank(plan)
 
 
 def _density(model: SegmentedModel, batch: Batch, case: CodecCase) -> float:

@@ -9,7 +9,7 @@ import torch
 from costmodel.models.configs import LoRA
 from executors.models.lora import attach_lora
 from executors.models.spec import spec_of_model
-from executors.ranks.mesh import alone
+from executors.ranks.mesh import on_one_rank
 from executors.runs.adapters import attach
 from executors.runs.session import Session
 from proofs_checks.setups.ranks import on_all_ranks
@@ -99,7 +99,7 @@ def on_stages(case, *, steps=STEPS, work=outcome):
 def on_one_device(case, *, steps=STEPS, work=outcome):
     """Return what one device finds; codecs are applied where the model is split."""
     lossless = case.codec == case.residual_codec == "none"
-    plan = alone(case.plan()) if lossless else case.in_place()
+    plan = on_one_rank(case.plan()) if lossless else case.in_place()
     with Session(plan, case.made(), num_micro_batches=case.num_shards, **SETTINGS) as session:
         return work(session, batches(steps, size=case.size))
 

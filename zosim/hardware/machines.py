@@ -70,7 +70,7 @@ def machines_for(
     takes the route between two devices alone.
     """
     builder = _Builder(topology, devices, profiles, known or KnownPaths())
-    machines = [builder.alone(rank) for rank in range(len(devices))]
+    machines = [builder.machine_of(rank) for rank in range(len(devices))]
     num_driven = Counter(processes or ())
     for rank, process in enumerate(processes or ()):
         if machines[rank].routes and num_driven[process] > 1:
@@ -138,7 +138,7 @@ class _Builder:
         self._known = known
         self._num_beside = Counter(topology.host_of(device).id for device in devices)
 
-    def alone(self, rank: int) -> Machine:
+    def machine_of(self, rank: int) -> Machine:
         """Return the machine of a rank, without rings."""
         device, profile = self._devices[rank], self._profiles[rank]
         is_crowded = self._num_beside[self._topology.host_of(device).id] > 1

@@ -38,7 +38,7 @@ from zosim.lowering.perturbations import Perturbations
 from zosim.lowering.rank import Listing, Rank
 from zosim.lowering.residency import Homes
 from zosim.lowering.split import Boundaries
-from zosim.lowering.weights import EvalPoints, Leap
+from zosim.lowering.weights import EvalPoints, Transition
 from zosim.plans import Plan
 from zosim.program.instructions import Access, Buffer, Instruction
 
@@ -161,22 +161,22 @@ class StepWriter:
             )
             offset += 0 if rows else self._perturbations.perturbation_bytes(group)
         whole = self._rank.perturbed_whole(segment)
-        for leap in chain(*path):
-            self._eval_points.perturb(whole, segment, perturbation, leap)
-            if leap.eval_point.is_perturbed:
-                self._forwards.segment(segment, leap.eval_point)
+        for transition in chain(*path):
+            self._eval_points.perturb(whole, segment, perturbation, transition)
+            if transition.eval_point.is_perturbed:
+                self._forwards.segment(segment, transition.eval_point)
 
     def _full_pass(self) -> None:
         if self._plan.estimator.difference == "forward":
             self._forwards.model(BASE)
         for perturbation in range(self._plan.estimator.num_perturbations):
-            for leaps in self._eval_points.path(perturbation):
-                self._full_pass_of(perturbation, leaps)
-                for leap in leaps:
-                    if leap.eval_point.is_perturbed:
-                        self._forwards.model(leap.eval_point)
+            for transitions in self._eval_points.path(perturbation):
+                self._full_pass_of(perturbation, transitions)
+                for transition in transitions:
+                    if transition.eval_point.is_perturbed:
+                        self._forwards.model(transition.eval_point)
 
-    def _full_pass_of(self, perturbation: int, leaps: tuple[Leap, ...]) -> None:
+    def _full_pass_of(self, perturbation: int, transitions: tuple[Transition, ...]) -> None:
         """Write the reference loop's pass: every group's perturbation is drawn, used and forgotten."""
         for group in self._perturbations.sampling_order:
             if group in self._rank.param_groups:
@@ -185,8 +185,8 @@ class StepWriter:
                 self._perturbations.forget()
                 self._perturbations.sample(group, perturbation, scaled=True, segment=segment)
                 # A group that stays as it is takes its part of the generator's numbers all the same.
-                for leap in () if self._rank.has_side_path(group) else leaps:
-                    self._eval_points.perturb((group,), segment, perturbation, leap)
+                for transition in () if self._rank.has_side_path(group) else transitions:
+                    self._eval_points.perturb((group,), segment, perturbation, transition)
         self._perturbations.forget()
 
     # -- updates -----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ SIGN_SCRATCH_ELEMENTS = 1 << 16
 """The same where perturbations are signs, whose passes need temporaries for a weight decay only."""
 
 
-class Leap(NamedTuple):
+class Transition(NamedTuple):
     """One perturbation on the path of a perturbation.
 
     Attributes
@@ -106,7 +106,7 @@ class EvalPoints(AxisWriter):
 
     # -- points ------------------------------------------------------------------------------------------------
 
-    def path(self, perturbation: int) -> tuple[tuple[Leap, ...], ...]:
+    def path(self, perturbation: int) -> tuple[tuple[Transition, ...], ...]:
         """Return the perturbations `z` of one index, grouped by the draw that serves them where a full pass forgets perturbations in between.
 
         Weights in place go through all points, whoever forwards them, and back. Copies are made for this rank's own; where
@@ -115,28 +115,32 @@ class EvalPoints(AxisWriter):
         plus, minus = EvalPoint(perturbation, 1), EvalPoint(perturbation, -1)
         if self.are_copies:
             # Each copy is made of the weights as they are, not of the other copy.
-            leaps = (Leap(BASE, plus, 1), Leap(BASE, minus, -1))
-            own = tuple(leap for leap in leaps if leap.eval_point in self._perturbed)
+            transitions = (Transition(BASE, plus, 1), Transition(BASE, minus, -1))
+            own = tuple(transition for transition in transitions if transition.eval_point in self._perturbed)
             is_recorded = self._plan.schedule.update == "delayed" and self._plan.perturbations.rng == "mezo"
             return (own,) if own or is_recorded or self._plan.perturbations.kept else ()
         if self._plan.estimator.difference == "central":
             # From one sign to the other in one pass, of twice the distance.
             # Each leap rounds: the sum of the three is not zero, which is the drift of MeZO's loop.
-            return (Leap(BASE, plus, 1),), (Leap(plus, minus, -2),), (Leap(minus, BASE, 1),)
-        return (Leap(BASE, plus, 1),), (Leap(plus, BASE, -1),)
+            return (Transition(BASE, plus, 1),), (Transition(plus, minus, -2),), (Transition(minus, BASE, 1),)
+        return (Transition(BASE, plus, 1),), (Transition(plus, BASE, -1),)
 
-    def perturb(self, groups: Iterable[ParamGroup], segment: str, perturbation: int, leap: Leap) -> None:
+    def perturb(
+        self, groups: Iterable[ParamGroup], segment: str, perturbation: int, transition: Transition
+    ) -> None:
         """Write one perturbation of `groups`."""
         # Copies that are written ahead take turns in two buffers.
-        number = self._take_turn(segment, leap.eval_point)
+        number = self._take_turn(segment, transition.eval_point)
         for group in groups:
             buffer = self._homes.buffer_of(group, segment)
-            read = self._homes.trainable(group, buffer, 0, ParamGroupWeights(group.name, leap.before))
-            left = self._homes.trainable(group, buffer, 0, ParamGroupWeights(group.name, leap.eval_point))
+            read = self._homes.trainable(group, buffer, 0, ParamGroupWeights(group.name, transition.before))
+            left = self._homes.trainable(
+                group, buffer, 0, ParamGroupWeights(group.name, transition.eval_point)
+            )
             if self.are_copies:
-                left = self._copy(group, segment, leap.eval_point, number)
-                self._copies[group.name, leap.eval_point] = left
-            self._perturb_one(group, segment, perturbation, leap, read, left)
+                left = self._copy(group, segment, transition.eval_point, number)
+                self._copies[group.name, transition.eval_point] = left
+            self._perturb_one(group, segment, perturbation, transition, read, left)
 
     def weights(self, group: ParamGroup, segment: str, eval_point: EvalPoint) -> tuple[Access, ...]:
         """Return what a forward of `segment` at `eval_point` reads of `group`."""
@@ -160,18 +164,24 @@ class EvalPoints(AxisWriter):
         )
 
     def _perturb_one(
-        self, group: ParamGroup, segment: str, perturbation: int, leap: Leap, read: Access, left: Access
+        self,
+        group: ParamGroup,
+        segment: str,
+        perturbation: int,
+        transition: Transition,
+        read: Access,
+        left: Access,
     ) -> None:
         z = self._perturbations.sampled(group, perturbation)
         is_fused = self._storage.keeps_signs or is_scaled(z.what)
         label, at = (
-            ("perturb", str(leap.eval_point))
-            if leap.eval_point.is_perturbed
+            ("perturb", str(transition.eval_point))
+            if transition.eval_point.is_perturbed
             else ("restore", f"q{perturbation}")
         )
         self._emit(
             f"{group.name}/{label}[{at}]",
-            Perturb(group.name, leap.scale, perturbation),
+            Perturb(group.name, transition.scale, perturbation),
             self._stream,
             label,
             segment,

@@ -19,7 +19,7 @@ from executors.calibration.probing import MEMORY_BYTES
 from executors.devices import check_device, device_named
 from executors.ranks.accelerators import backends_of, own_accelerator, refuse_shared, watchdog_settings
 from executors.ranks.launch import launch
-from executors.ranks.mesh import alone
+from executors.ranks.mesh import on_one_rank
 from executors.ranks.rank_info import RankInfo
 from executors.report import facts_table
 from executors.runs.session import Session
@@ -139,7 +139,7 @@ def test_a_dry_run_of_two_hosts_does_what_a_rank_alone_does(mesh):
     apart = launch(steps_on_own_host, case, world_size=2)
     with (
         simulated(),
-        Session(alone(case.plan()), case.made(), learning_rate=1e-2, device="cuda:0") as session,
+        Session(on_one_rank(case.plan()), case.made(), learning_rate=1e-2, device="cuda:0") as session,
     ):
         lines = batches(staged.STEPS, size=case.size)
         numbers = [list(session.step(batch).projected_gradients) for batch in lines]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from executors.ranks.mesh import alone, launch_lines
+from executors.ranks.mesh import launch_lines, on_one_rank
 from tests.support.distributed import FOURS, PAIRS, plan_for
 from topology.errors import PlanError
 from zosim.config import PlanConfig
@@ -18,7 +18,7 @@ CASES = PAIRS | FOURS
 @pytest.mark.parametrize("name", CASES)
 def test_alone_is_what_was_spread(name):
     plan, single = plan_for(CASES[name]), plan_for(CASES[name], alone=True)
-    taken = alone(plan)
+    taken = on_one_rank(plan)
     assert taken.placement.world_size == 1
     assert taken.mesh == single.mesh
     assert (taken.residency.transfers, taken.estimator) == ("private", single.estimator)

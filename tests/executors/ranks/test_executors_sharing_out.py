@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from costmodel.models.configs import read_model_spec
-from executors.ranks.mesh import alone
+from executors.ranks.mesh import on_one_rank
 from executors.runs.session import Session
 from proofs_checks.setups.ranks import on_all_ranks
 from tests.support import tiny
@@ -101,7 +101,7 @@ def test_unequal_shares_are_the_literal_loop_over_these_parts_of_the_batch():
         return sum(sums) / sum(counts)
 
     loop = LiteralMezo(model, epsilon=plan.estimator.epsilon, loss=loss)
-    with Session(alone(plan), tiny.model_of("opt"), seed=5) as session:
+    with Session(on_one_rank(plan), tiny.model_of("opt"), seed=5) as session:
         seeds = [session.seeds_of(step) for step in range(len(lines))]
     literal = [
         [row[2] for row in loop.step(batch, seed, 1e-2)] for batch, seed in zip(lines, seeds, strict=True)

@@ -12,7 +12,7 @@ from executors.codecs import codec_of
 from executors.models.model import SegmentedModel
 from executors.models.recording_blocks import StepCache
 from executors.models.spec import spec_of_model
-from executors.ranks.mesh import alone, unsplit
+from executors.ranks.mesh import on_one_rank, unsplit
 from executors.ranks.messages import check_length
 from executors.runs.session import Session
 from proofs_checks.setups.ranks import InProcess, on_all_ranks
@@ -184,7 +184,7 @@ def test_accuracy_is_minimised_over_stages():
             return [session.step(batch).projected_gradients for batch in lines], session.digest()
 
     found = on_all_ranks(plan, rank)
-    with Session(alone(plan), case.made(), **work({})) as session:
+    with Session(on_one_rank(plan), case.made(), **work({})) as session:
         assert found == [([session.step(batch).projected_gradients for batch in lines], session.digest())] * 2
 
 
@@ -192,7 +192,7 @@ def test_one_rank_does_it_with_whole_blocks():
     """Unless halves are drawn one after the other."""
     plan = Case(("block.0.mlp", "block.2.mlp"), lora=True).plan()
     assert unsplit(plan.model) == spec_of_model(Case((), lora=True).made(), "tiny")
-    assert alone(plan).model == unsplit(plan.model)
+    assert on_one_rank(plan).model == unsplit(plan.model)
     executed = plan.model_dump(mode="json")
     executed["perturbations"]["order"] = "execution"
-    assert alone(Plan.model_validate(executed)).model == plan.model
+    assert on_one_rank(Plan.model_validate(executed)).model == plan.model
