@@ -74,10 +74,10 @@ def check(
         bool,
         typer.Option("--json", help="Print JSON lines on stdout, one per claim as soon as it is checked."),
     ] = False,
-    html: Annotated[
+    report: Annotated[
         Path | None,
         typer.Option(
-            "--html", help="HTML file to write a page to, for reading or printing.", show_default=False
+            "--report", help="HTML file to write a page to, for reading or printing.", show_default=False
         ),
     ] = None,
     evidence: Annotated[
@@ -242,9 +242,9 @@ def check(
 
         seed, earlier = fresh_seed(), read_evidence(evidence)
     context = Context(seed=seed, size="quick" if quick else "full")
-    if html is not None and not html.parent.is_dir():
+    if report is not None and not report.parent.is_dir():
         raise ZosimError(
-            f"--html {html}: the directory {html.parent} does not exist",
+            f"--report {report}: the directory {report.parent} does not exist",
             hint="create it, or name another file",
         )
     if matrix:
@@ -254,8 +254,8 @@ def check(
     failed = [entry.claim.name for entry in entries if not entry.passed]
     if evidence is not None:
         failed += _weigh(evidence, earlier, entries, json=json)
-    if html is not None:
-        _write_page(html, [entry for entry in entries if wanted in (None, entry.verdict)], context)
+    if report is not None:
+        _write_page(report, [entry for entry in entries if wanted in (None, entry.verdict)], context)
     if not json:
         stdout.print(_summary(entries, failed), markup=False, soft_wrap=True)
     if failed:
@@ -294,7 +294,9 @@ def _write_page(path: Path, entries: list[Entry], context: Context) -> None:
     try:
         path.write_text(page_of(entries, context, path.parent), encoding="utf-8")
     except OSError as error:
-        raise ZosimError(f"cannot write --html {path}: {error.strerror}", hint="name another file") from None
+        raise ZosimError(
+            f"cannot write --report {path}: {error.strerror}", hint="name another file"
+        ) from None
 
 
 def _show_oracles(name: str | None, params: str, *, json: bool) -> None:

@@ -25,6 +25,7 @@ OPTIONS: tuple[tuple[str, str], ...] = (
     ("--engine", "--server"),
     ("--queries", "--num-perturbations"),
     ("--probe-ms", "--step-ms"),
+    ("--html", "--report"),
 )
 """Earlier and present spelling of an option, as ``("--queries", "--num-perturbations")``.
 

@@ -79,7 +79,7 @@ def invoke(*arguments):
 def test_the_command_writes_the_page_and_shows_one_verdict(tmp_path):
     out = tmp_path / "ledger.html"
     names = ("stochastic-rounding-unbiased", "codec-nearest-blind")
-    result = invoke(*names, "--quick", "--verdict", "condition", "--html", str(out))
+    result = invoke(*names, "--quick", "--verdict", "condition", "--report", str(out))
     assert result.exit_code == 0
     page = out.read_text(encoding="utf-8")
     assert 'id="stochastic-rounding-unbiased"' in page
@@ -93,7 +93,7 @@ def test_what_cannot_be_chosen_or_written_is_refused(tmp_path):
         ("--verdict", "true"),
         ("no-such-claim",),
         ("codec-nearest-blind", "--paper", "zo2"),
-        ("--html", str(tmp_path / "missing" / "page.html")),
+        ("--report", str(tmp_path / "missing" / "page.html")),
     ):
         result = invoke("--quick", *arguments)
         assert type(result.exception).__name__ == "ZosimError", arguments

@@ -18,12 +18,15 @@ import pytest
 
 import zosim
 from tests.support.browser import CHROMIUM, Browser, browser
+from topology.clusters import cluster
+from topology.documents import dump, load_preset
 from topology.errors import ZosimError
 from zosim.applications.html_report.columns import timeline_columns
 from zosim.applications.html_report.compose import page_of
 from zosim.applications.html_report.inputs import Reported
 from zosim.applications.html_report.page import Illustration, ReportPage
 from zosim.planning.planner import Decision
+from zosim.simulators.lockstep import simulate_many
 from zosim.timeline import Timeline
 
 HOSTILE = '</script><img src=x onerror=alert(1)><!-- "quoted" & `ticks` [link](http://example.org)'
@@ -245,4 +248,35 @@ def test_a_page_reads_on_a_phone_and_without_scripts(
     chromium.photograph(tmp_path / "plain.png")
     assert chromium.evaluate("document.querySelectorAll('canvas').length") == 0
     assert chromium.evaluate("document.querySelector('.picture svg').getBoundingClientRect().height") > 50
+    assert chromium.console == []
+
+
+@pytest.mark.slow
+def test_a_report_of_64_ranks_opens_and_is_driven(chromium: Browser, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text(dump(cluster(load_preset("dgx-h100"), 8)))
+    found = zosim.plan("opt-125m", str(hosts), batch=64, seq=64, dtype="float16", mesh="data=64")
+    planned = found.chosen.planned
+    run = tmp_path / "run"
+    run.mkdir()
+    measured = replace(simulate_many(planned.world, num_steps=4).expanded(), source="measured")
+    (run / "timeline.json").write_text(measured.to_json())
+    file = page_of([Reported("many ranks", planned, run)]).save(tmp_path / "r.html")
+    assert file.stat().st_size < 3e6
+    chromium.open(file)
+    assert chromium.evaluate("timeline.rows.length") > 64
+    last = "timeline.rows[timeline.rows.length - 1]"
+    middle = f"({last}.start[1] + {last}.end[1]) / 2"
+    chromium.evaluate(f"timeline.view({last}.start[1], {last}.end[1]); timeline.canvas.scrollIntoView(false)")
+    box = chromium.evaluate(
+        "(() => { const b = timeline.canvas.getBoundingClientRect(); return [b.x, b.bottom]; })()"
+    )
+    x = box[0] + chromium.evaluate(f"timeline.x({middle})")
+    chromium.evaluate("timeline.paint()")
+    assert chromium.evaluate("timeline.painted") > 64
+    tips = []
+    for up in range(4, 60, 4):
+        chromium.mouse("mouseMoved", x, box[1] - up)
+        tips.append(chromium.evaluate("timeline.tip.textContent"))
+    assert any(tips), "no row of the last ranks answers"
     assert chromium.console == []

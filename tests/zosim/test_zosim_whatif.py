@@ -110,8 +110,10 @@ def test_calibrated_rates_change_as_their_data_sheet_does(tmp_path):
 def test_the_command_prints_both_plans(shared, tmp_path):
     shared.plan.save(tmp_path / "plan.json")
     arguments = ["whatif", str(tmp_path / "plan.json"), "--set", "gpu1.speed=0.5", "--derive", "none"]
-    result = CliRunner().invoke(app, [*arguments, "--json"])
+    result = CliRunner().invoke(app, [*arguments, "--json", "--report", str(tmp_path / "report.html")])
     assert result.exit_code == 0, result.output
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("What the change costs") < page.index("planned anew against as it was")
     data = json.loads(result.stdout)
     assert data["after"]["step_time_s"] > data["before"]["step_time_s"]
     assert data["replanned"]["prediction"]["step_time_s"] <= data["after"]["step_time_s"]

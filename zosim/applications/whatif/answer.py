@@ -83,14 +83,15 @@ class WhatIf:
         return next_limit(self.examined, self.derivatives)
 
     def __repr__(self) -> str:
-        times = [format_seconds(run.step_time_s) for run in self._runs.values()]
+        times = [format_seconds(run.step_time_s) for run in self.runs.values()]
         return f"WhatIf({', '.join(self.changes) or 'nothing changed'}: {' -> '.join(times)} a step)"
 
     def _repr_html_(self) -> str:
         return self.report().to_html()
 
     @property
-    def _runs(self) -> dict[str, PlannedRun]:
+    def runs(self) -> dict[str, PlannedRun]:
+        """Predictions by what they are of, as far as they run."""
         runs = {"as it was": self.before}
         if self.changes and self.after is not None:
             runs["changed"] = self.after
@@ -100,7 +101,7 @@ class WhatIf:
 
     def report(self) -> Report:
         """Return the predictions side by side, what they differ in, and what the step depends on."""
-        return Report("", side_by_side(self._runs), Bullets(self._sentences()), self._derivatives_table())
+        return Report("", side_by_side(self.runs), Bullets(self._sentences()), self._derivatives_table())
 
     def _sentences(self) -> list[str]:
         """Return in words what the change costs, and what limits the step."""

@@ -9,8 +9,9 @@ import typer
 from zosim.applications.whatif.answer import LIMITS, Scope
 from zosim.applications.whatif.answer import whatif as answer_for
 from zosim.config import PlanConfig
-from zosim.console import emit
-from zosim.options import Hardware, Json, PlanFile, ProfileFile, Threads, with_settings
+from zosim.console import emit, stderr
+from zosim.options import Hardware, Json, PlanFile, ProfileFile, ReportFile, Threads, with_settings
+from zosim.report import Report
 
 
 @with_settings(PlanConfig, only=LIMITS)
@@ -43,6 +44,7 @@ def whatif(
     hardware: Hardware = None,
     profile: ProfileFile = None,
     threads: Threads = None,
+    report: ReportFile = None,
     as_json: Json = False,
     **limits: Any,
 ) -> None:
@@ -60,4 +62,11 @@ def whatif(
         derive=derive,
         **limits,
     )
+    if report is not None:
+        from zosim.applications.html_report.compose import page_of
+        from zosim.applications.html_report.inputs import Reported
+
+        reported = [Reported(name, planned) for name, planned in answer.runs.items()]
+        page = page_of(reported, sections=[Report("What the change costs", *answer.report().elements)])
+        stderr.print(f"wrote {page.save(report)}", soft_wrap=True)
     emit(answer.to_data() if as_json else None, json=as_json, text=answer.report())
