@@ -20,6 +20,7 @@ from zosim.applications.buying.answer import buy as buy_for
 from zosim.applications.buying.command import buy
 from zosim.applications.buying.machine import Job, machines_named, share_of, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
+from zosim.applications.buying.search import OfferSearch
 from zosim.applications.buying.sensitivity import (
     effects,
     effects_table,
@@ -29,7 +30,7 @@ from zosim.applications.buying.sensitivity import (
     plan_effects,
 )
 from zosim.applications.buying.shortfall import shortfall
-from zosim.planning.planner import choose
+from zosim.planning.planner import candidates, choose
 from zosim.report import Table
 
 PRICES = shipped_prices()
@@ -44,8 +45,15 @@ def market(*, limits=None, by="money", pay=None, **more):
     return Market(job(**more), PRICES, limits or BuyerLimits(), by, pay)
 
 
-def offers_of(chosen, *names, counts=(1,), num_simulated=0):
-    return chosen.offers(machines_named(names), counts, num_simulated=num_simulated)
+def search_of(chosen, *names, counts=(1,), num_simulated=0, num_listed=1000):
+    search = OfferSearch(chosen, machines_named(names), counts, num_listed)
+    search.run(num_simulated)
+    return search
+
+
+def offers_of(chosen, *names, **more):
+    search = search_of(chosen, *names, **more)
+    return search.listed, search.refused
 
 
 NAMES = ("h200-1x", "a100-80gb-milan", "rtx4090-2x", "cpu-laptop")
@@ -207,7 +215,7 @@ def test_what_does_not_fit_says_what_it_lacks_and_what_that_would_bring():
     assert isinstance(refused, Refusal)
     assert "of host memory" in refused.reason
     assert "more than 16 GiB" in refused.reason
-    assert refused.remedy.startswith("with more budget it takes ")
+    assert refused.remedy.startswith("with that memory it takes ")
 
 
 def test_more_devices_are_used_only_if_they_help_and_are_paid_for():
@@ -378,6 +386,48 @@ def _bought(requested, *more):
     return result.stdout
 
 
+# -- few machines are planned, and the answer is that of all ------------------------------------------------------
+
+CATALOGUE = ("h200-1x", "a100-80gb-milan", "rtx4090-2x", "rtx3090-1x", "cpu-laptop")
+
+
+@pytest.mark.parametrize(
+    ("by", "limits"),
+    [
+        ("money", BuyerLimits()),
+        ("hours", BuyerLimits(budget=3000.0)),
+        ("money", BuyerLimits(deadline_hours=0.001)),
+        ("money", BuyerLimits(budget=1e-4)),
+    ],
+)
+def test_a_search_that_plans_few_machines_finds_what_planning_all_finds(by, limits):
+    """The first offers, what is least in money and in time, and where nothing stays within limits, what would let one in."""
+    chosen, names = market(limits=limits, by=by), dict(machines_named(CATALOGUE))
+    few, full = (search_of(chosen, *CATALOGUE, num_listed=num) for num in (2, 1000))
+    assert few.waiting
+    assert not full.waiting
+    key = chosen.key
+    best = sorted(full.within, key=key)[:2]
+    assert [(o.machine.name, o.cost) for o in sorted(few.within, key=key)[:2]] == [
+        (o.machine.name, o.cost) for o in best
+    ]
+    assert [o.cost for o in few.extremes] == [o.cost for o in full.extremes]
+    assert shortfall(few, names)[1:] == shortfall(full, names)[1:]
+
+
+@pytest.mark.parametrize("model", ["opt-1.3b", pytest.param("opt-66b", marks=pytest.mark.slow)])
+def test_no_plan_takes_less_than_the_floor(model):
+    """Neither in time, nor in memory; of one device and of several, with blocks that stay and that move."""
+    chosen = market(model=model)
+    for way in chosen.ways(machines_named(("dgx-h100", "rtx4090-2x")), (1, 2)):
+        request, least = chosen.job.request(way.name, way.topology, way.num_devices), chosen.floor(way)
+        listed = candidates(request, chosen.job.bounder)
+        if least.missing:
+            assert listed[0].missing
+        else:
+            assert 0.2 * listed[0].seconds < least.step_s <= listed[0].seconds * (1 + 1e-9)
+
+
 # -- shares, reasons, and what functions are called with ----------------------------------------------------------
 
 
@@ -409,13 +459,13 @@ def test_all_reasons_of_a_refusal_are_said_at_once():
     """What lacks memory, and with it would be too dear and too late, is not recommended for want of memory alone."""
     limits = BuyerLimits(budget=1.0, deadline_hours=0.01)
     chosen = market(model="opt-66b", batch=1, limits=limits, pay="own")
-    offers, refused = offers_of(chosen, "cpu-laptop")
-    assert not offers
-    (laptop,) = refused
+    search = search_of(chosen, "cpu-laptop")
+    assert not search.planned
+    (laptop,) = search.refused
     assert [need.cause for need in laptop.needs] == ["memory", "hours", "money"]
     for part in ("of host memory", "hours, deadline", "USD, above the budget of 1"):
         assert part in laptop.reason
-    (_, remedy, _) = shortfall(chosen, dict(machines_named(["cpu-laptop"])), offers, refused)
+    (_, remedy, _) = shortfall(search, dict(machines_named(["cpu-laptop"])))
     assert " more memory and --deadline " in remedy
     assert " and --budget '" in remedy
 

@@ -13,6 +13,7 @@ from topology.documents import load_preset
 from topology.errors import PlanError
 from zosim.applications.buying.machine import Job
 from zosim.applications.buying.offers import BuyerLimits, Market
+from zosim.applications.buying.search import OfferSearch
 from zosim.config import merge
 from zosim.lowering import lower
 from zosim.planning.planner import Request, choose, placements
@@ -79,17 +80,20 @@ def test_transfers_of_qvalues_are_half_or_a_quarter():
 def test_a_machine_too_small_for_half_precision_is_an_offer_in_few_bits():
     job = Job(set_in(model=read_model_spec("llama-2-70b"), seq=128, method="mezo"), num_steps=10)
     refused, offered = (
-        Market(
-            replace(job, config=merge(job.config, set_in(allow_lossy=lossy))),
-            shipped_prices(),
-            BuyerLimits(),
-            "money",
-            None,
-        ).offers([("a100-80gb-milan", A100)], (1,), num_simulated=0)
+        OfferSearch(
+            Market(
+                replace(job, config=merge(job.config, set_in(allow_lossy=lossy))),
+                shipped_prices(),
+                BuyerLimits(),
+            ),
+            [("a100-80gb-milan", A100)],
+            (1,),
+            1,
+        ).planned
         for lossy in (False, True)
     )
-    assert not refused[0]
-    assert quantized([offered[0][0].machine.best.plan]) <= {"int8", "int4"}
+    assert not refused
+    assert quantized([offered[0].machine.best.plan]) <= {"int8", "int4"}
 
 
 def test_e4m3_products_are_planned_where_a_data_sheet_has_them():

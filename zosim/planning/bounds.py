@@ -89,11 +89,13 @@ class _RankClasses:
 
 
 class Bounds:
-    """Bounds of the plans for one request."""
+    """Bounds of the plans for one request; `bounder` brings what requests for the same model have found."""
 
-    def __init__(self, request: Request, paths: KnownPaths | None = None) -> None:
+    def __init__(
+        self, request: Request, paths: KnownPaths | None = None, bounder: BlockBounder | None = None
+    ) -> None:
         self._request = request
-        self._bounder = BlockBounder(request.config.spec)
+        self._bounder = bounder or BlockBounder(request.config.spec)
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
         self._known_classes: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = paths or KnownPaths()

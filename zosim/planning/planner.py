@@ -21,6 +21,7 @@ from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
 from zosim.lowering import lower_all
+from zosim.planning.block_bound import BlockBounder
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.disks import fewest_on_disk, may_use_disks
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
@@ -238,8 +239,8 @@ class Decision:
 
 
 @without_garbage_collection()
-def choose(request: Request) -> Decision:
-    """Return the fastest plan that fits.
+def choose(request: Request, bounder: BlockBounder | None = None) -> Decision:
+    """Return the fastest plan that fits; `bounder` keeps what requests for one model find.
 
     Raises
     ------
@@ -248,7 +249,7 @@ def choose(request: Request) -> Decision:
     PlanError
         If the request contradicts itself.
     """
-    search = _Search(request)
+    search = _Search(request, bounder)
     search.run()
     if not search.simulated:
         raise _nothing_fits(request, search.rejected)
@@ -263,18 +264,18 @@ def choose(request: Request) -> Decision:
     return Decision(best, others, rejected, search.guarantee(best), request, printed_split_points)
 
 
-def candidates(request: Request) -> list[Candidate]:
+def candidates(request: Request, bounder: BlockBounder | None = None) -> list[Candidate]:
     """Return plans with their bounds, none simulated: those that fit first, the fastest first.
 
     The first is the plan of the least bound that fits. All that do not fit and have a lesser one are among them, and where
-    nothing fits every plan.
+    nothing fits every plan. Requests for one model find more together: `bounder` keeps it.
 
     Raises
     ------
     PlanError
         If the request contradicts itself.
     """
-    search = _Search(request)
+    search = _Search(request, bounder)
     search.run(num_simulated=0)
     listed = (*search.waiting, *search.rejected)
     return sorted(listed, key=lambda candidate: (bool(candidate.missing), candidate.sort_key))
@@ -342,13 +343,13 @@ class _Restrictions:
 class _Search:
     """A search that looks first at what has the least bound."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, bounder: BlockBounder | None = None) -> None:
         check(request)
         self.simulated: list[Candidate] = []
         self.rejected: list[Candidate] = []
         self._request = request
         costs = Costs(request.config.spec, request.split_options)
-        self._bounds = Bounds(request, costs.paths)
+        self._bounds = Bounds(request, costs.paths, bounder)
         self._variants = Variants(request)
         self._heap: list[_Node] = []
         self._order = count()

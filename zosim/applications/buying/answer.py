@@ -23,6 +23,7 @@ from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
+from zosim.applications.buying.search import OfferSearch
 from zosim.applications.buying.sensitivity import (
     Effect,
     MemoryThreshold,
@@ -60,6 +61,10 @@ class Answer:
         Where nothing stays within the limits, what would let something in.
     num_examples : int or None
         Examples over all epochs, where the steps were counted from these.
+    extremes : tuple of Offer
+        The offer of least money and the one of least time, of all machines.
+    others : tuple of str
+        What became of the machines that are neither offered nor refused, in words.
     """
 
     market: Market
@@ -69,6 +74,8 @@ class Answer:
     explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[MemoryThreshold, ...]], ...]
     lacking: tuple[str, ...] = ()
     num_examples: int | None = None
+    extremes: tuple[Offer, ...] = ()
+    others: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         job = f"{self.market.job.num_steps:,} steps of {self.market.job.config.spec.name}"
@@ -100,6 +107,8 @@ class Answer:
                 for item in self.refused
             ]
             elements.append(Table(("no offer", "devices", "pay", "because"), rows, numeric=("devices",)))
+        if self.others:
+            elements.append(Bullets(self.others))
         for offer, effects_of_offer, thresholds_of_offer in self.explained:
             sentences = _sentences(offer, effects_of_offer, thresholds_of_offer)
             elements += [_effects_table(offer, effects_of_offer), Bullets(sentences)]
@@ -130,9 +139,8 @@ class Answer:
                 sentences.append(
                     f"with {plain(self.market.limits.monthly)} {currency} a month it ends {when}"
                 )
-        if self.offers:
-            cheapest = min(self.offers, key=lambda offer: offer.cost.spent.value)
-            fastest = min(self.offers, key=lambda offer: offer.cost.hours.value)
+        if self.extremes:
+            cheapest, fastest = self.extremes
             sentences.append(
                 f"least money: {plain(cheapest.cost.spent.value)} {currency}, {_named(cheapest)}, {plain(cheapest.cost.hours.value)} hours; "
                 f"least time: {plain(fastest.cost.hours.value)} hours, {_named(fastest)}, {plain(fastest.cost.spent.value)} {currency}"
@@ -175,6 +183,7 @@ class Answer:
                 | {"reason": item.reason, "cause": item.cause, "remedy": item.remedy}
                 for item in self.refused
             ],
+            "not_listed": list(self.others),
             "nothing_within_limits": list(self.lacking),
             "sensitivity": [
                 {
@@ -212,12 +221,13 @@ def buy(
     examples: int | None = None,
     epochs: float = 1.0,
     machines: str | Sequence[str] | None = None,
-    count: int | str | Sequence[int] = (1, 8),
+    count: int | str | Sequence[int] = (1, 2, 4, 8),
     budget: str | float | None = None,
     deadline: str | float | None = None,
     prices: str | Path | None = None,
     pay: Payment | Term | None = None,
     by: RankBy = "money",
+    offers: int = 6,
     explain: int = 2,
     simulate: int = 3,
     **settings: Any,
@@ -246,6 +256,8 @@ def buy(
         The only way in which machines may be paid for.
     by : {"money", "hours", "energy"}
         Quantity to rank by.
+    offers : int
+        Number of offers to list, the best first; machines that cannot be among them are not planned.
     explain : int
         Number of offers to explain: which changes would make them the best.
     simulate : int
@@ -274,6 +286,7 @@ def buy(
     for name, number, least in (
         ("steps", 1 if steps is None else steps, 1),
         ("examples", 1 if examples is None else examples, 1),
+        ("offers", offers, 1),
         ("explain", explain, 0),
         ("simulate", simulate, 0),
     ):
@@ -290,20 +303,24 @@ def buy(
         job=job, prices=table, limits=BuyerLimits(total, _hours(deadline), monthly), by=by, pay=pay
     )
     by_name = dict(machines_named(list(table.machines) if machines is None else _names(machines)))
-    offers, refused = market.offers(by_name.items(), _counts(count), num_simulated=simulate)
+    search = OfferSearch(market, by_name.items(), _counts(count), max(offers, simulate, explain))
+    search.run(simulate)
+    found = search.listed
     # Of a machine that is offered twice, for rent and to own, the first stands for both.
-    once = {id(offer.machine): offer for offer in reversed(offers)}
-    explained = [offer for offer in offers if once[id(offer.machine)] is offer][:explain]
+    once = {id(offer.machine): offer for offer in reversed(found)}
+    explained = [offer for offer in found if once[id(offer.machine)] is offer][:explain]
     return Answer(
         market,
-        tuple(offers),
-        tuple(refused),
-        tuple(limiter(job, offer.machine) for offer in offers),
+        tuple(found),
+        tuple(item for item in search.refused if item.way is None),
+        tuple(limiter(job, offer.machine) for offer in found),
         tuple(
-            (offer, effects(market, offer, offers), memory_thresholds(offer.machine)) for offer in explained
+            (offer, effects(market, offer, found), memory_thresholds(offer.machine)) for offer in explained
         ),
-        shortfall(market, by_name, offers, refused),
+        shortfall(search, by_name),
         seen,
+        search.extremes,
+        search.about_others(),
     )
 
 

@@ -91,7 +91,7 @@ def buy(
             help="Maximum numbers of devices to use, each tried, such as 1,2,4,8; a machine with fewer uses all.",
             rich_help_panel="Hardware",
         ),
-    ] = "1,8",
+    ] = "1,2,4,8",
     budget: Annotated[
         str | None,
         typer.Option(
@@ -126,6 +126,9 @@ def buy(
     by: Annotated[
         RankName, typer.Option(help="Criterion to rank offers by.", rich_help_panel="Output")
     ] = RankName.MONEY,
+    offers: Annotated[
+        int, typer.Option(min=1, help="Number of offers to list, best first.", rich_help_panel="Output")
+    ] = 6,
     explain: Annotated[
         int,
         typer.Option(
@@ -168,6 +171,7 @@ def buy(
         prices=prices,
         pay=_PAYMENTS[pay],
         by=by.value,
+        offers=offers,
         explain=explain,
         simulate=simulate,
         **settings,

@@ -16,11 +16,11 @@ from topology.hardware import resolve as topology_named
 from topology.schema import Node
 from zosim.analysis.levers import Lever, levers
 from zosim.config import PlanConfig, filled, merge
+from zosim.planning.block_bound import BlockBounder
 from zosim.planning.bounds import Bounds
-from zosim.planning.planner import Candidate, Decision
+from zosim.planning.planner import Candidate, Decision, choose
 from zosim.planning.predict import Prediction
 from zosim.planning.request import Hardware, Request
-from zosim.planning.resolve import resolve
 from zosim.planning.split_options import SplitOptions
 from zosim.plans import Mesh, Plan
 
@@ -55,6 +55,11 @@ class Job:
                 hint=f"use --seq {config.spec.max_positions} or less",
             )
 
+    @cached_property
+    def bounder(self) -> BlockBounder:
+        """Bounds known already: what a rank does is the same on all machines, and what it takes on those alike."""
+        return BlockBounder(self.config.spec)
+
     def request(
         self, name: str, topology: Topology, num_devices: int, *, mesh: Mesh | None = None
     ) -> Request:
@@ -64,10 +69,7 @@ class Job:
 
     def decision(self, name: str, topology: Topology, num_devices: int) -> Decision:
         """Return the plan that the planner chooses on a machine, simulated, and what else it weighed."""
-        decisions: list[Decision] = []
-        hardware = self._hardware(name, topology, num_devices)
-        resolve(self.config, hardware, self.split_options, on_decision=decisions.append)
-        return decisions[0]
+        return choose(self.request(name, topology, num_devices), self.bounder)
 
     @staticmethod
     def _hardware(name: str, topology: Topology, num_devices: int) -> Hardware:
@@ -131,7 +133,8 @@ def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
     """Return the closed form of a plan's step with every constant at its middle, and at either end of its interval."""
     request = job.request(name, topology, best.plan.placement.world_size)
     central, low, high = (
-        Bounds(_at_end(request, end)).of(best.plan).seconds for end in ("central", "low", "high")
+        Bounds(_at_end(request, end), bounder=job.bounder).of(best.plan).seconds
+        for end in ("central", "low", "high")
     )
     return Range(best.seconds, best.seconds * low / central, best.seconds * high / central)
 

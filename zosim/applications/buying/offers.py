@@ -1,8 +1,8 @@
 """What to buy or rent for a job: machines by hours, money and energy, what limits each, and what would change the answer.
 
 Every machine is predicted from its data sheets, also one that a calibration exists of, so that all are judged alike. The
-closed form of :mod:`zosim.planning.bounds` ranks; the offers that come first are then simulated until those that are
-shown first all are. A machine that the closed form puts far past the budget or the deadline is not looked at further.
+closed form of :mod:`zosim.planning.bounds` ranks; :mod:`zosim.applications.buying.search` plans no more machines than it takes to know
+which come first. A machine that the closed form puts far past the budget or the deadline is not looked at further.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Literal
 from costmodel.devices.prices import HOURS_PER_MONTH, JobCost, Payment, PriceTable, Range, Term, job_costs
 from topology.errors import PlanError
 from topology.graph import Topology
-from zosim.applications.buying.machine import Job, PricedMachine, interval, share_of, simulated
+from zosim.applications.buying.floor import Floor, floor
+from zosim.applications.buying.machine import Job, PricedMachine, interval, share_of
 from zosim.planning.planner import Candidate, candidates
 
 RankBy = Literal["money", "hours", "energy"]
@@ -84,6 +85,26 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class Way:
+    """Some devices of a machine, and ways to pay in which a job has the same of it.
+
+    Attributes
+    ----------
+    name : str
+    topology : Topology
+        What the job has of the machine.
+    num_devices : int
+        To use at most.
+    payments : tuple of {"rent", "own"}
+    """
+
+    name: str
+    topology: Topology
+    num_devices: int
+    payments: tuple[Payment, ...]
+
+
+@dataclass(frozen=True)
 class Need:
     """One reason for which a machine is no offer.
 
@@ -117,6 +138,8 @@ class Refusal:
         Ways to pay that this is said of.
     machine : PricedMachine or None
         With its best plan, where there is one.
+    way : Way or None
+        Where it was not planned, so that `needs` are the least that it can be.
     """
 
     name: str
@@ -125,6 +148,7 @@ class Refusal:
     remedy: str = ""
     payments: tuple[Payment, ...] = ()
     machine: PricedMachine | None = None
+    way: Way | None = None
 
     @property
     def reason(self) -> str:
@@ -157,40 +181,40 @@ class Market:
     by: RankBy = "money"
     pay: Payment | Term | None = None
 
-    def offers(
-        self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int], *, num_simulated: int
-    ) -> tuple[list[Offer], list[Refusal]]:
-        """Return offers, best first, and the machines that are none.
+    def ways(self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int]) -> Iterator[Way]:
+        """Yield each machine with numbers of its devices, and the ways to pay in which a job has the same of it.
 
-        Parameters
-        ----------
-        machines : iterable of (str, Topology)
-        counts : sequence of int
-            Devices to use at most; larger ones than a machine has mean all of it.
-        num_simulated : int
-            Offers to simulate, from the best on.
+        `counts` are in ascending order.
 
         Raises
         ------
         PriceError
             If a machine has no price.
         """
-        priced: list[Offer] = []
-        refused: list[Refusal] = []
         for name, topology in machines:
-            for count in dict.fromkeys(min(count, len(topology.compute_devices)) for count in counts):
+            tried = list(dict.fromkeys(min(count, len(topology.compute_devices)) for count in counts))
+            for count in tried:
                 for payments in self._together(name, topology, count):
-                    result = self._bounded(name, topology, count, payments)
-                    if isinstance(result, Refusal):
-                        refused.append(result)
-                        continue
-                    # More devices may be allowed than are used.
-                    known = (
-                        (offer.machine.name, offer.machine.plan, offer.machine.payments) for offer in priced
-                    )
-                    if (result.name, result.plan, result.payments) not in known:
-                        priced += self._priced(result)
-        return self._simulated(self._ranked(priced), num_simulated), refused
+                    # Who rents a part of a machine has a share of its host.
+                    is_part = "own" not in payments and self._is_share(name, topology, count)
+                    # Who pays for all of it loses nothing by being allowed more devices, but perhaps energy.
+                    if is_part or count == tried[-1] or self.by == "energy":
+                        yield Way(
+                            name, share_of(topology, count) if is_part else topology, count, tuple(payments)
+                        )
+
+    def floor(self, way: Way) -> Floor:
+        """Return the least that a step takes there; nothing where that cannot be asked for."""
+        try:
+            return floor(self.job.request(way.name, way.topology, way.num_devices))
+        except PlanError:
+            return Floor(0.0)
+
+    def at_least(self, way: Way, step_s: float) -> list[Offer]:
+        """Return the offers of a machine as if a step took so long, with the least power."""
+        return self.priced(
+            PricedMachine(way.name, way.topology, 1, way.num_devices, way.payments, (), Range.exactly(step_s))
+        )
 
     def _together(self, name: str, topology: Topology, count: int) -> list[Collection[Payment]]:
         """Return the ways to pay, those together in which a job has the same of a machine."""
@@ -212,20 +236,18 @@ class Market:
         rents = self.prices.machine(name).rent_per_hour
         return any(rent.per == "device" for rent in rents) and count < len(topology.compute_devices)
 
-    def _bounded(
-        self, name: str, topology: Topology, count: int, payments: Collection[Payment]
-    ) -> PricedMachine | Refusal:
-        if "own" not in payments and self._is_share(name, topology, count):
-            topology = share_of(topology, count)
+    def planned(self, way: Way) -> PricedMachine | Refusal:
+        """Return a machine with its best placement by the closed form, or why it is no offer."""
+        name, topology, count, payments = way.name, way.topology, way.num_devices, way.payments
         try:
-            listed = candidates(self.job.request(name, topology, count))
+            listed = candidates(self.job.request(name, topology, count), self.job.bounder)
         except PlanError as error:
-            return Refusal(name, count, (Need("plan", error.message),), payments=tuple(payments))
+            return Refusal(name, count, (Need("plan", error.message),), payments=payments)
         if not listed:
             description = (
                 f"--method {self.job.config.search.method} has no placement on this number of devices"
             )
-            return Refusal(name, count, (Need("plan", description),), payments=tuple(payments))
+            return Refusal(name, count, (Need("plan", description),), payments=payments)
         if listed[0].missing:
             # The placement that comes closest, as if it had the memory: time and money may lack as well.
             listed = [
@@ -242,8 +264,17 @@ class Market:
         )
         needs = [*self._lacking(best), *self._beyond(machine)]
         hours = self.job.hours(machine.step_s).value
-        remedy = f"with more budget it takes {plain(hours)} hours" if best.missing else ""
-        return Refusal(name, count, tuple(needs), remedy, tuple(payments), machine) if needs else machine
+        remedy = f"with that memory it takes {plain(hours)} hours" if best.missing else ""
+        return Refusal(name, count, tuple(needs), remedy, payments, machine) if needs else machine
+
+    def hopeless(self, way: Way, least: Floor) -> Refusal:
+        """Return that the weights alone do not fit a machine, or that it has no price as asked."""
+        need = (
+            Need("memory", least.missing, least.missing_bytes)
+            if least.missing
+            else Need("way", self._no_price)
+        )
+        return Refusal(way.name, way.num_devices, (need,), payments=way.payments, way=way)
 
     def _lacking(self, candidate: Candidate) -> Iterator[Need]:
         if candidate.missing:
@@ -255,7 +286,7 @@ class Market:
         deadline, budget = self.limits.deadline_hours, self.limits.budget
         costs = self._costs(machine)
         if not costs:
-            yield Need("way", f"no price to {self.pay} it")
+            yield Need("way", self._no_price)
             return
         hours = self.job.hours(machine.step_s).value
         if deadline is not None and hours > HOPELESS * deadline:
@@ -268,6 +299,10 @@ class Market:
                 f"costs at least {plain(least)} {self.prices.currency}, above the budget of {plain(budget)}"
             )
             yield Need("money", description, min(cost.spent.value for cost in costs))
+
+    @property
+    def _no_price(self) -> str:
+        return f"no price to {self.pay} it"
 
     def _at_once(self, costs: Sequence[JobCost]) -> float | None:
         """Return a month's money where every way to pay takes the machine's price at once."""
@@ -290,24 +325,13 @@ class Market:
             and self.pay in (None, cost.payment, cost.rent and cost.rent.term)
         )
 
-    def _priced(self, machine: PricedMachine) -> list[Offer]:
+    def priced(self, machine: PricedMachine) -> list[Offer]:
+        """Return the offers of a machine: one for each way to pay."""
         return [Offer(machine, cost, self.limits.verdict(cost)) for cost in self._costs(machine)]
 
     def key(self, offer: Offer) -> tuple[int, float]:
         """Return what offers are ranked by: those within limits first, then by money, hours or energy."""
         return _ORDER.index(offer.verdict), offer.metric(self.by)
-
-    def _ranked(self, offers: Iterable[Offer]) -> list[Offer]:
-        return sorted(offers, key=self.key)
-
-    def _simulated(self, offers: list[Offer], wanted: int) -> list[Offer]:
-        """Simulate from the best on until the first `wanted` all are."""
-        while True:
-            waiting = next((o.machine for o in offers[:wanted] if o.machine.prediction is None), None)
-            if waiting is None:
-                return offers
-            others = [offer for offer in offers if offer.machine is not waiting]
-            offers = self._ranked([*others, *self._priced(simulated(self.job, waiting))])
 
     def repriced(self, offer: Offer, times: float) -> Offer:
         """Return an offer as it would be if its step took so many times as long."""

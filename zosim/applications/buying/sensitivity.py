@@ -120,7 +120,7 @@ def limiter(job: Job, machine: PricedMachine) -> str:
         if lever.type != "memory":
             topology = lever.apply(machine.topology, 2.0)
             request = job.request(machine.name, topology, machine.num_devices)
-            gains[lever.name] = Bounds(request).of(machine.plan).seconds / now
+            gains[lever.name] = Bounds(request, bounder=job.bounder).of(machine.plan).seconds / now
     if not gains:
         return ""
     name = min(gains, key=lambda key: gains[key])
@@ -244,9 +244,10 @@ def _altered(job: Job, machine: PricedMachine, topology: Topology) -> Candidate 
     """Return the fastest placement of the machine's mesh that fits a changed machine."""
     try:
         request = job.request(machine.name, topology, machine.num_devices, mesh=machine.plan.mesh)
-        fitting = [candidate for candidate in candidates(request) if not candidate.missing]
+        listed = candidates(request, job.bounder)
     except PlanError:
         return None
+    fitting = [candidate for candidate in listed if not candidate.missing]
     return min(fitting, key=lambda candidate: candidate.sort_key, default=None)
 
 

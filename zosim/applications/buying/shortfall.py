@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from topology.errors import PlanError
@@ -12,6 +12,7 @@ from topology.graph import Topology
 from topology.units import format_bytes
 from zosim.applications.buying.machine import Job, simulated
 from zosim.applications.buying.offers import Cause, Market, Need, Offer, Refusal
+from zosim.applications.buying.search import OfferSearch
 from zosim.config import PlanConfig, merge
 from zosim.planning.planner import candidates
 
@@ -24,26 +25,48 @@ _WORDS: dict[Cause, str] = {
 }
 
 
-def shortfall(
-    market: Market, machines: Mapping[str, Topology], offers: Sequence[Offer], refused: Sequence[Refusal]
-) -> tuple[str, ...]:
+def shortfall(search: OfferSearch, machines: Mapping[str, Topology]) -> tuple[str, ...]:
     """Return in words that nothing stays within the limits and what would; empty where something does.
 
     Parameters
     ----------
-    market : Market
+    search : OfferSearch
+        That has run.
     machines : mapping of str to Topology
         By name, those that were asked for.
-    offers : sequence of Offer
-    refused : sequence of Refusal
     """
-    if any(offer.verdict != "no" for offer in offers):
+    if any(offer.verdict != "no" for offer in search.planned):
         return ()
-    kept_out = [*refused, *(_kept_out(market, offer) for offer in offers)]
-    counts = Counter(item.cause for item in kept_out)
+    counts = Counter(item.cause for item in _all_kept_out(search))
     why = ", ".join(f"{count} {_WORDS[cause]}" for cause, count in counts.most_common())
-    first = f"none of the {len(machines)} machines can do the job; {len(kept_out)} options fail: {why}"
-    return (first, *_remedies(market, machines, kept_out))
+    first = f"none of the {len(machines)} machines can do the job; {counts.total()} options fail: {why}"
+    return (first, *_remedies(search, machines))
+
+
+def _all_kept_out(search: OfferSearch) -> list[Refusal]:
+    """Return every machine as what it is refused for, those that were not planned for the least that they take."""
+    market = search.market
+    return [
+        *search.refused,
+        *(_kept_out(market, offer) for offer in search.planned),
+        *(
+            replace(_kept_out(market, offer), way=way, machine=None)
+            for way, offers in search.waiting.values()
+            for offer in offers
+        ),
+    ]
+
+
+def _nearest(search: OfferSearch) -> dict[Cause, Refusal]:
+    """Return for each cause the machine that lacks little else, and least of that; each of them planned."""
+    while True:
+        nearest: dict[Cause, Refusal] = {}
+        for item in sorted(_all_kept_out(search), key=lambda item: (len(item.needs), item.needs[0].least)):
+            nearest.setdefault(item.cause, item)
+        unplanned = [item.way for item in nearest.values() if item.way is not None and item.cause != "way"]
+        if not unplanned:
+            return nearest
+        search.plan(unplanned[0])
 
 
 def _kept_out(market: Market, offer: Offer) -> Refusal:
@@ -57,14 +80,12 @@ def _kept_out(market: Market, offer: Offer) -> Refusal:
         needs.append(Need("money", least=money))
     if limits.monthly is not None and offer.cost.outlay is not None and money > limits.monthly:
         needs.append(Need("money", least=money))
-    return Refusal(machine.name, machine.num_devices, tuple(needs))
+    return Refusal(machine.name, machine.num_rented, tuple(needs), machine=machine)
 
 
-def _remedies(market: Market, machines: Mapping[str, Topology], kept_out: Sequence[Refusal]) -> Iterator[str]:
-    """Yield, for each cause, what would let a machine in: one that lacks little else, and least of that."""
-    nearest: dict[Cause, Refusal] = {}
-    for item in sorted(kept_out, key=lambda item: (len(item.needs), item.needs[0].least)):
-        nearest.setdefault(item.cause, item)
+def _remedies(search: OfferSearch, machines: Mapping[str, Topology]) -> Iterator[str]:
+    """Yield, for each cause, what would let a machine in."""
+    market, nearest = search.market, _nearest(search)
     if "hours" in nearest:
         refusal = _simulated(market, nearest["hours"])
         yield f"with {_all_of(market, refusal)}: {_named(refusal)}, the fastest that fits"
