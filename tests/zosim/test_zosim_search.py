@@ -58,7 +58,7 @@ def test_every_value_that_is_declared_as_chosen_by_the_planner_occurs() -> None:
 SMALL = [case for case in cases(60, seed=3) if case.batch * case.seq <= 48][:5]
 
 
-@pytest.mark.crossed(quick=5)
+@pytest.mark.crossed(quick=5, slow=2)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.model}-{case.machine}")
 def test_no_plan_of_a_small_grid_is_better(case) -> None:
     found = outcome(case, every=100)

@@ -397,6 +397,7 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path, package):
     assert "pip install -e '.[serve]'" in err
 
 
+@pytest.mark.crossed(slow=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_in_order(tmp_path, number):
