@@ -22,7 +22,16 @@ from costmodel.models.components import (
 )
 from costmodel.models.families import FAMILIES
 from costmodel.models.kernel_trace import KernelTrace, TracedBuffer
-from costmodel.models.model_spec import BACK, EMBED, FRONT, HEAD, ModelSpec, block_index, block_segment
+from costmodel.models.model_spec import (
+    BACK,
+    EMBED,
+    FRONT,
+    HEAD,
+    ElementsPerSequence,
+    ModelSpec,
+    block_index,
+    block_segment,
+)
 from costmodel.work import ModelCode, Work
 from topology.errors import ModelError
 
@@ -103,6 +112,8 @@ def forward_work(
     code: ModelCode = "embed" if segment == EMBED else "head" if segment == HEAD else "block"
     ending = next((end for end in (FRONT, BACK) if segment.endswith(end)), "")
     work = _PLAYERS[ending or code](spec, shape).model_copy(update={"calls": (code,)})
+    if (workspace := _measured_workspace(spec, segment, shape)) is not None:
+        work = work.model_copy(update={"workspace_bytes": workspace})
     stored = storage_dtype or dtype
     halves = {"float16", "bfloat16"}
     is_as_wide = FORMATS[stored].element_bytes == FORMATS[dtype].element_bytes
@@ -119,11 +130,27 @@ def forward_work(
     return (work + cast).model_copy(update={"workspace_bytes": workspace})
 
 
+def _elements(of_sequence: ElementsPerSequence, batch: int, seq: int) -> int:
+    once, tokens, pairs = of_sequence
+    return batch * (once + tokens * seq + pairs * seq**2)
+
+
+def _measured_workspace(spec: ModelSpec, segment: str, shape: Pass) -> int | None:
+    """Return the bytes of a segment's workspace, where moments of it are known; what it is given and hands on are no part of it."""
+    index = spec.segments.index(segment)
+    if not spec.live_elements or not spec.live_elements[index] or shape.loss_chunk or shape.num_kept:
+        return None
+    batch, seq = shape.batch, shape.seq
+    held = [own for own in spec.segments[max(index - 1, 0) : index + 1] if own != HEAD]
+    handed = sum(handed_elements(spec, batch=batch, seq=seq, segment=own) for own in held)
+    most = max(_elements(moment, batch, seq) for moment in spec.live_elements[index])
+    return FORMATS[shape.dtype].bytes(max(most - handed, 0))
+
+
 def handed_elements(spec: ModelSpec, *, batch: int, seq: int, segment: str = "") -> int:
     """Return the numbers that `segment` hands to the next: a hidden state, from a block's front the MLP's too, or as the model says."""
     if spec.boundary_elements and segment not in ("", HEAD):
-        once, tokens, pairs = spec.boundary_elements[spec.segments.index(segment)]
-        return batch * (once + tokens * seq + pairs * seq**2)
+        return _elements(spec.boundary_elements[spec.segments.index(segment)], batch, seq)
     inner = spec.intermediate_size if segment.endswith(FRONT) else 0
     return batch * seq * (spec.hidden_size + inner)
 
@@ -171,6 +198,8 @@ def shared_activation_bytes(
     is_padded : bool
         Whether the batch is padded. If not, fused attention takes a flag that it is causal.
     """
+    if spec.live_elements:  # which have them
+        return spec.buffer_bytes
     width = FORMATS[dtype].element_bytes
     # Blocks that see as many tokens share a mask; one of a window is needed without padding, too.
     spans = {seen_tokens(spec, block, seq) for block in range(spec.num_blocks)}

@@ -83,8 +83,8 @@ RENAMED: Mapping[str, str] = {
 """Fields and values of a model specification that were renamed (:mod:`topology.renamed`)."""
 
 
-BoundaryElements = tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
-"""Numbers that are handed on for each sequence, for each token of it, and for each pair of its tokens."""
+ElementsPerSequence = tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
+"""Numbers for a sequence, for each token of it, and for each pair of its tokens."""
 
 
 class ParamGroup(BaseModel):
@@ -245,6 +245,9 @@ class ModelSpec(BaseModel):
     boundary_elements : tuple of (int, int, int)
         What each segment but the head hands on, where that is more than one hidden state: numbers for each sequence, for each
         token, and for each pair of tokens. Empty where it is the hidden state alone.
+    live_elements : tuple of tuple of (int, int, int)
+        For each segment, numbers that are alive at each of the moments that can be its peak; for a segment without any, and where
+        it is empty, they are counted kernel by kernel.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -294,7 +297,8 @@ class ModelSpec(BaseModel):
     splits_inside: bool = True
     text_of: str = ""
     checkpoint_dtype: StorageFormat | None = None
-    boundary_elements: tuple[BoundaryElements, ...] = ()
+    boundary_elements: tuple[ElementsPerSequence, ...] = ()
+    live_elements: tuple[tuple[ElementsPerSequence, ...], ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -323,6 +327,9 @@ class ModelSpec(BaseModel):
         if len(self.boundary_elements) not in (0, len(self.segments) - 1):
             message = f"model {self.name}: boundary_elements has {len(self.boundary_elements)} entries for {len(self.segments)} segments"
             raise ModelError(message, hint="give one for each segment but the head, or none")
+        if len(self.live_elements) not in (0, len(self.segments)):
+            message = f"model {self.name}: live_elements has {len(self.live_elements)} entries for {len(self.segments)} segments"
+            raise ModelError(message, hint="give one for each segment, or none")
         return self
 
     @property

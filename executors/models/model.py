@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -27,7 +26,7 @@ from costmodel.models.model_spec import (
     EMBED,
     FRONT,
     HEAD,
-    BoundaryElements,
+    ElementsPerSequence,
     ParamGroup,
     block_index,
     block_segment,
@@ -51,6 +50,7 @@ from executors.models.recording_blocks import (
     with_arguments,
 )
 from executors.models.suspended import SuspendedForward
+from executors.models.workspaces import LENGTHS, elements_per_sequence, peaks_of_segments
 from topology.errors import CodecError, ModelError
 
 Batch = Mapping[str, Tensor]
@@ -253,15 +253,38 @@ class SegmentedModel:
         """Return what the last block hands on, or what has its form."""
         return self.embed(batch, StepCache())
 
-    def boundary_elements(self) -> tuple[BoundaryElements, ...]:
+    def boundary_elements(self) -> tuple[ElementsPerSequence, ...]:
         """Return what each segment hands on, as :class:`~costmodel.models.model_spec.ModelSpec` has it."""
         return ()
 
-    def _few_tokens(self, num_tokens: int = 3) -> dict[str, Tensor]:
-        """Return a batch of two sequences, one of which is a token shorter."""
-        tokens = torch.arange(2 * num_tokens, device=self.device).view(2, -1) % self.embedding.num_embeddings
+    def live_elements(self) -> tuple[tuple[ElementsPerSequence, ...], ...]:
+        """Return what is alive in each segment, as :class:`~costmodel.models.model_spec.ModelSpec` has it, by forwards of several lengths."""
+        width = self.tensors[0].values.element_size()
+        known = [*self.model.parameters(), *self.model.buffers()]
+        batches = {(size, num): self._few_tokens(size, num) for size in (1, 2) for num in LENGTHS}
+        known += [tensor for batch in batches.values() for tensor in batch.values()]
+        with torch.no_grad(), self.format():
+            found = peaks_of_segments(
+                self._separate_blocks(), lambda *sizes: self.model(**batches[sizes], use_cache=False), known
+            )
+        return tuple(
+            tuple(
+                (-(-once // width), -(-tokens // width), -(-pairs // width))
+                for once, tokens, pairs in moments
+            )
+            for moments in found
+        )
+
+    def _separate_blocks(self) -> Sequence[nn.Module]:
+        """Return the blocks that are segments of their own."""
+        return self.blocks
+
+    def _few_tokens(self, num_sequences: int = 2, num_tokens: int = 3) -> dict[str, Tensor]:
+        """Return a batch of a few sequences, the last of which is a token shorter."""
+        tokens = torch.arange(num_sequences * num_tokens, device=self.device) % self.embedding.num_embeddings
+        tokens = tokens.view(num_sequences, num_tokens)
         mask = torch.ones_like(tokens)
-        mask[1, -1] = 0
+        mask[-1, -1] = 0
         return {
             "input_ids": tokens,
             "attention_mask": mask,
@@ -543,6 +566,9 @@ class UnsplitModel(SegmentedModel):
         del index, cache, more
         return handed
 
+    def _separate_blocks(self) -> Sequence[nn.Module]:
+        return ()
+
     def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
         assert isinstance(hidden, Mapping)
         return self._run_model(hidden, **inputs)
@@ -570,25 +596,6 @@ class UnsplitModel(SegmentedModel):
 
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
-
-_LENGTHS = (4, 8, 16)
-"""Tokens of the sequences that show how what is handed on grows."""
-
-
-def _per_tokens(*counts: int) -> BoundaryElements:
-    """Return the numbers for a sequence, for each of its tokens and for each pair of them, given those at three lengths.
-
-    Examples
-    --------
-    >>> _per_tokens(*(7 + 3 * tokens + 2 * tokens**2 for tokens in _LENGTHS))
-    (7, 3, 2)
-    """
-    (first, second, third), (short, middle, long) = counts, _LENGTHS
-    slope, next_slope = (second - first) / (middle - short), (third - second) / (long - middle)
-    pairs = max((next_slope - slope) / (long - short), 0)
-    tokens = max(slope - pairs * (short + middle), 0)
-    rest = max(first - tokens * short - pairs * short**2, 0)
-    return ceil(rest), ceil(tokens), ceil(pairs)
 
 
 class SuspendedModel(UnsplitModel):
@@ -661,14 +668,14 @@ class SuspendedModel(UnsplitModel):
                 self.model, "a stage needs more of those before it than what blocks and modules return"
             )
 
-    def boundary_elements(self) -> tuple[BoundaryElements, ...]:
+    def boundary_elements(self) -> tuple[ElementsPerSequence, ...]:
         """Return what each segment hands on, by forwards of several lengths."""
         with torch.no_grad():
-            counts = {num: self._elements_of(self._few_tokens(num)) for num in _LENGTHS}
-        return tuple(map(_per_tokens, *counts.values()))
+            counts = {num: self._elements_of(self._few_tokens(1, num)) for num in LENGTHS}
+        return tuple(map(elements_per_sequence, *counts.values()))
 
     def _elements_of(self, batch: Batch) -> list[int]:
-        """Return the numbers that go on behind each segment but the head, for each sequence."""
+        """Return the numbers that go on behind each segment but the head, of a batch of one sequence."""
         boundaries, needed_behind = self._watched(batch)
         width = self.tensors[0].values.element_size()
         found = []
@@ -678,8 +685,11 @@ class SuspendedModel(UnsplitModel):
             # Whole numbers take as much as they do beside numbers of two bytes, and so does the rest of a message.
             sizes = [one.nbytes // (width if one.is_floating_point() else 2) for one in tensors]
             rest = boundaries.overhead_bytes(call, len(tensors)) // 2
-            found.append(-(-sum(sizes) // len(batch["input_ids"])) + rest)
+            found.append(sum(sizes) + rest)
         return found
+
+    def _separate_blocks(self) -> Sequence[nn.Module]:
+        return self.blocks
 
     def _watched(self, batch: Batch) -> tuple[Boundaries, Callable[[int], list[Tensor]]]:
         return watched(self.model, self.blocks, lambda: self._run_model(batch, labels=batch["labels"]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,12 +115,12 @@ def _watched(model: nn.Module, num_experts: int) -> Iterator[list[list[Tensor]]]
     visits: list[list[Tensor]] = [[] for _ in blocks]
     num_sequences = 1
 
-    def enter(_model: nn.Module, _args: object, given: dict[str, Tensor]) -> None:
+    def enter(_model: nn.Module, _args: tuple[Any, ...], given: dict[str, Any]) -> None:
         nonlocal num_sequences
         num_sequences = len(given["input_ids"])
 
-    def watch(own: list[Tensor]) -> object:
-        def note(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def watch(own: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             chosen = next(
                 (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dtype == torch.int64),
                 None,

@@ -59,6 +59,10 @@ def spec_of_model(
         shape = spec_of_config(config.to_dict(), name=name).model_dump(exclude={"param_groups"})
     except UnknownFamily:
         shape = _usual_fields(segmented, config)
+        with _without_values(segmented.model):
+            # Without values experts run in another way, which takes more.
+            is_apart = segmented.device.type == "meta" and shape["experts"] is not None
+            shape["live_elements"] = () if is_apart else segmented.live_elements()
     rank, adapters = _adapters(segmented)
     shape |= {
         "name": name,

@@ -1,13 +1,17 @@
 """``python -m studies.families.forwards``: forwards of families that no profile was calibrated on, predicted and measured.
 
-All models are timed in turns, a forward with its loss of each in every round. Run it on an idle machine that `zosim calibrate` has
-measured: figures of a busy one say nothing about predictions.
+All models are timed in turns, a forward with its loss of each in every round. The fastest counts, in seconds of the core, from which other processes
+take least. Run it on an idle machine that `zosim calibrate --threads 1` has measured. The second table takes a slow machine out: it holds each
+family's ratio of measured to predicted against the median of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from executors.turns import in_turns
 from zosim.analysis.scoreboard import rows_table, score_table
 from zosim.console import emit
 from zosim.hardware.profiles import profile_for
-from zosim.report import Report
+from zosim.report import Report, Table
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -63,7 +67,9 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     rows = measured_rows(options.rounds, options.batch, options.seq)
-    found = Report("Forwards", rows_table(rows), score_table(scores(rows, lambda _: "all")))
+    found = Report(
+        "Forwards", rows_table(rows), _beside_others(rows), score_table(scores(rows, lambda _: "all"))
+    )
     emit(rows, json=options.json, text=found)
 
 
@@ -74,11 +80,19 @@ def measured_rows(num_rounds: int, batch: int, seq: int) -> list[Row]:
     models = {family: _model(family) for family in MODELS}
     tokens = torch.randint(2, 8192, (batch, seq), generator=torch.Generator().manual_seed(0))
     ways = {family: partial(_forward, model, tokens) for family, model in models.items()}
-    times = in_turns(ways, num_rounds, num_untimed=1)
+    times = in_turns(ways, num_rounds, num_untimed=1, clock=time.process_time)
     return [
-        Row(family, "forward_s", taken.median_s, *_predicted(family, profile, batch, seq))
+        Row(family, "forward_s", taken.fastest_s, *_predicted(family, profile, batch, seq))
         for family, taken in times.items()
     ]
+
+
+def _beside_others(rows: Sequence[Row]) -> Table:
+    ratios = {row.case: row.measured / row.predicted for row in rows}
+    usual = median(ratios.values())
+    lines = [(case, f"{ratio:.2f}", f"{ratio / usual - 1:+.1%}") for case, ratio in ratios.items()]
+    columns = ("case", "measured / predicted", "against the median")
+    return Table(columns, sorted(lines, key=lambda line: -ratios[line[0]]), numeric=columns[1:])
 
 
 def _model(family: str) -> nn.Module:

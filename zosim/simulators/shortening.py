@@ -47,6 +47,7 @@ def shortest(model: ModelSpec) -> ModelSpec:
             ),
             *model.windows[index : index + 1],
             *model.boundary_elements[index + 1 : index + 2],
+            *model.live_elements[index + 1 : index + 2],
             *(
                 model.experts.shares[index : index + 1]
                 if model.experts and len(model.experts.shares) > 1
@@ -84,6 +85,9 @@ def with_blocks(model: ModelSpec, kept: Sequence[int]) -> ModelSpec:
     if model.boundary_elements:
         embed, *handed = model.boundary_elements
         of_blocks["boundary_elements"] = (embed, *(handed[old] for old in number))
+    if model.live_elements:
+        embed_moments, *moments, head_moments = model.live_elements
+        of_blocks["live_elements"] = (embed_moments, *(moments[old] for old in number), head_moments)
     if model.experts is not None:
         dense = tuple(number[old] for old in model.experts.dense_blocks if old in number)
         rows = {

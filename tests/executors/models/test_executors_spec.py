@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from costmodel import read_model_spec, spec_of_config
 from costmodel.models.families import FAMILIES
-from costmodel.models.forward import forward_work
+from costmodel.models.forward import activation_bytes, forward_work
 from executors.models.loading import load_config
 from executors.models.spec import spec_of_model, spec_without_weights
 from studies.families.tiny import tiny_model
+from tests.costmodel.test_costmodel_forward_torch import LiveStorages
 from tests.support.tiny_families import SHARED, TINY
 
 
@@ -44,7 +45,7 @@ def test_a_mixture_of_an_unknown_family_is_counted_with_its_experts():
               "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 12}  # fmt: skip
     assert "glm4_moe" not in FAMILIES
     spec = spec_of_model(_on_meta("glm4_moe", fields), name="small")
-    assert spec.experts.model_dump(exclude={"shares", "gates_shared", "has_biases"}) == {
+    assert spec.experts.model_dump(exclude={"shares", "share_errors", "gates_shared", "has_biases"}) == {
         "num_experts": 8, "num_per_token": 2, "intermediate_size": 24, "shared_size": 24, "dense_blocks": (0,)
     }  # fmt: skip
     assert not spec.splits_inside
@@ -86,3 +87,21 @@ def test_no_number_of_key_heads_means_as_many_as_of_queries(tmp_path):
     fields = {"model_type": "mistral", **SHARED, "num_key_value_heads": None}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert load_config(tmp_path).num_key_value_heads == SHARED["num_attention_heads"]
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "hy_v4", "prophetnet"])
+def test_an_unknown_family_takes_the_memory_that_its_specification_says(family):
+    model = tiny_model(family)
+    spec = spec_of_model(model)
+    tokens = torch.randint(3, 90, (3, 28))
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    known = [*model.parameters(), *model.buffers(), *given.values()]
+    with torch.no_grad(), LiveStorages(known) as measured:
+        model(**given, use_cache=False)
+    works = [forward_work(spec, segment, batch=3, seq=28) for segment in spec.segments]
+    handed = [activation_bytes(spec, batch=3, seq=28, segment=own) for own in spec.segments[:-1]] + [0]
+    before = [0, *handed]
+    peak = max(
+        work.workspace_bytes + own + left for work, own, left in zip(works, handed, before, strict=False)
+    )
+    assert measured.peak <= peak <= 1.1 * measured.peak
