@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zosim.applications.buying.answer import buy as buy
     from zosim.applications.closed_form import step_time_bound as step_time_bound
     from zosim.applications.first_order.choice import choose_order as choose_order
+    from zosim.applications.first_order.choice import compare_first_order as compare_first_order
     from zosim.applications.html_report.command import write_report as write_report
     from zosim.applications.sweep.sweeping import sweep as sweep
     from zosim.applications.trace import save_trace as save_trace

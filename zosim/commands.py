@@ -73,6 +73,12 @@ def plan(
     if compare is None and (zeroth_order_steps or first_order_steps):
         raise PlanError("steps to a target need --compare", hint="add --compare first-order")
     decision = api.plan(**requested)
+    if compare is not None:
+        from zosim.applications.first_order.choice import compare_first_order
+
+        decision = compare_first_order(
+            decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
+        )
     # Not before there is a plan: a help page needs none of it.
     from zosim.planning.views import decision_data, decision_view, front_data, front_view
     from zosim.planning.visibility import about_epsilon
@@ -101,14 +107,6 @@ def plan(
 
         stderr.print(f"wrote {draw_front(decision.front, front)}")
         data, view = data | front_data(decision), Report("", front_view(decision), view)
-    if compare is not None:
-        from zosim.applications.first_order.choice import choose_order
-
-        choice = choose_order(
-            decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
-        )
-        data, view = data | {"first_order": choice.to_data()}, Report("", view, choice.report())
-        sections.append(Report("Zeroth or first order", *choice.report().elements))
     if report is not None:
         from zosim.applications.html_report.command import write_report
 

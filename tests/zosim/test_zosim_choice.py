@@ -12,12 +12,17 @@ from topology.errors import PlanError
 from zosim.applications.first_order.choice import OrderChoice
 from zosim.applications.first_order.recipes import adapter_shapes
 from zosim.cli import app
+from zosim.planning.views import decision_data, decision_view
 
 
 @pytest.fixture(scope="module")
 def choice() -> OrderChoice:
     decision = zosim.plan("opt-1.3b", "a100-80gb-milan", dtype="bfloat16", method="mezo", batch=8, seq=256)
-    return zosim.choose_order(decision)
+    compared = zosim.compare_first_order(decision)
+    assert isinstance(compared.compared, OrderChoice)
+    assert compared.compared.verdict in decision_view(compared).to_html()
+    assert decision_data(compared)["first_order"] == zosim.choose_order(decision).to_data()
+    return compared.compared
 
 
 def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: OrderChoice) -> None:

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
 from operator import attrgetter, le
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
@@ -38,7 +38,10 @@ from zosim.report import frame
 from zosim.simulators.assembly import without_garbage_collection
 from zosim.simulators.shortening import with_few_blocks
 
-__all__ = ["Candidate", "Decision", "Guarantee", "Request", "candidates", "choose", "placements"]
+if TYPE_CHECKING:
+    from zosim.report import Report
+
+__all__ = ["Candidate", "Compared", "Decision", "Guarantee", "Request", "candidates", "choose", "placements"]
 
 # Step times that agree in so many digits are equal: sums in another order must not decide.
 _SIGNIFICANT_DIGITS = 6
@@ -161,6 +164,18 @@ class Guarantee:
         return self.within <= ALIKE
 
 
+class Compared(Protocol):
+    """A plan held against other ways to tune the model."""
+
+    def report(self) -> Report:
+        """Return both as people read it."""
+        ...
+
+    def to_data(self) -> dict[str, Any]:
+        """Return both as JSON knows it."""
+        ...
+
+
 @dataclass(frozen=True, repr=False)
 class Decision:
     """The planner's answer.
@@ -179,6 +194,8 @@ class Decision:
         How much faster any plan that was not simulated could be.
     request : Request
         With notes of what it left open and was filled in before the search, such as the format of the weights.
+    compared : Compared or None
+        Other ways to tune the model that somebody asked to hold the plan against.
     """
 
     chosen: Candidate
@@ -187,6 +204,7 @@ class Decision:
     guarantee: Guarantee
     request: Request
     printed_split_points: tuple[str, ...] = ()
+    compared: Compared | None = None
 
     def __repr__(self) -> str:
         plan, footprint = self.chosen.plan, self.chosen.footprints.largest

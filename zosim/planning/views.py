@@ -28,9 +28,10 @@ _NUM_REJECTED = 8
 
 
 def decision_view(decision: Decision) -> Report:
-    """Return a decision: the candidates, the prediction of the best, and the reasons."""
+    """Return a decision: the candidates, the prediction of the best, the reasons, and what it is held against."""
     prediction = prediction_view(decision.chosen.planned)
-    return Report("", *_candidates(decision), prediction, Bullets(decision.reasons))
+    view = Report("", *_candidates(decision), prediction, Bullets(decision.reasons))
+    return view if decision.compared is None else Report("", view, decision.compared.report())
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def decision_data(decision: Decision) -> dict[str, Any]:
         "rejected": [
             _candidate_data(candidate) | {"missing": candidate.missing} for candidate in decision.rejected
         ],
+        **({} if decision.compared is None else {"first_order": decision.compared.to_data()}),
     }
 
 

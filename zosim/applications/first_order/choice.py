@@ -266,3 +266,13 @@ def choose_order(
         Numbers of steps to the same target, with which both are compared by time and money.
     """
     return OrderChoice(decision.chosen.planned, shipped_prices(), zeroth_order_steps, first_order_steps)
+
+
+def compare_first_order(
+    decision: Decision, *, zeroth_order_steps: int | None = None, first_order_steps: int | None = None
+) -> Decision:
+    """Return a decision that shows the comparison of :func:`choose_order`, and has it as `compared`: in notebooks, JSON and reports."""
+    choice = choose_order(
+        decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
+    )
+    return replace(decision, compared=choice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from topology.units import format_bytes, format_seconds
@@ -48,7 +49,9 @@ def page_of(
         [sentence for item in reported for sentence in _answer(item, several)],
     )
     if decision is not None:
-        page.elements.append(Report("Why this plan", *decision_view(decision).elements))
+        page.elements.append(
+            Report("Why this plan", *decision_view(replace(decision, compared=None)).elements)
+        )
         page.elements += _front(decision)
     page.elements += sections
     for item in reported[1:]:
