@@ -16,11 +16,13 @@ from zosim.planning.views import decision_data, decision_view
 
 
 @pytest.fixture(scope="module")
-def choice() -> OrderChoice:
+def choice(tmp_path_factory: pytest.TempPathFactory) -> OrderChoice:
     decision = zosim.plan("opt-1.3b", "a100-80gb-milan", dtype="bfloat16", method="mezo", batch=8, seq=256)
     compared = zosim.compare_first_order(decision)
     assert isinstance(compared.compared, OrderChoice)
     assert compared.compared.verdict in decision_view(compared).to_html()
+    page = zosim.write_report(compared, output=tmp_path_factory.mktemp("page") / "page.html")
+    assert compared.compared.verdict in page.read_text(encoding="utf-8")
     assert decision_data(compared)["first_order"] == zosim.choose_order(decision).to_data()
     return compared.compared
 

@@ -54,6 +54,8 @@ def page_of(
         )
         page.elements += _front(decision)
     page.elements += sections
+    if decision is not None and decision.compared is not None:
+        page.elements.append(Report("Zeroth or first order", *decision.compared.report().elements))
     for item in reported[1:]:
         if item.planned.plan != reported[0].planned.plan:
             table = PlanComparison(reported[0].planned, item.planned).table()
