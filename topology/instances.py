@@ -22,6 +22,11 @@ from topology.units import parse_quantity
 from topology.validation import FrozenModel, did_you_mean, readable
 
 _NOT_PRINTED = ("channels", "rate", "gpus_per_switch")
+_CUBE_MESH = (
+    (0, 1, 1), (0, 2, 1), (0, 3, 2), (0, 4, 2), (1, 2, 2), (1, 3, 1), (1, 5, 2), (2, 3, 2),
+    (2, 6, 1), (3, 7, 1), (4, 5, 1), (4, 6, 1), (4, 7, 2), (5, 6, 2), (5, 7, 1), (6, 7, 2),
+)  # fmt: skip
+"""NVLinks between eight V100 with six each: https://images.nvidia.com/content/pdf/dgx1-v100-system-architecture-whitepaper.pdf, figure 4."""
 
 
 class Drive(FrozenModel):
@@ -38,7 +43,7 @@ class Instance(FrozenModel):
     ----------
     also : tuple of str
         Other names.
-    nvlinks : {"none", "pairs", "switch"}
+    nvlinks : {"none", "pairs", "switch", "cube-mesh"}
         How the GPUs are joined.
     gpus_per_switch : int
         GPUs below one PCIe switch; 0 where each has a root of its own.
@@ -55,7 +60,7 @@ class Instance(FrozenModel):
     source: str = Field(min_length=1)
     gpu: str | None = None
     gpus: int = Field(default=0, ge=0, le=16)
-    nvlinks: Literal["none", "pairs", "switch"] = "none"
+    nvlinks: Literal["none", "pairs", "switch", "cube-mesh"] = "none"
     gpus_per_switch: int = Field(default=0, ge=0)
     cpu: str
     sockets: int = Field(default=1, ge=1, le=8)
@@ -212,6 +217,9 @@ class _Assembly:
             return
         if instance.nvlinks == "switch":
             join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
+        elif instance.nvlinks == "cube-mesh":
+            for first, second, num_links in _CUBE_MESH:
+                builder.join(names[first], names[second], nvlink_type(gpu.nvlink.generation), num_links)
         else:
             for first, second in zip(names[::2], names[1::2], strict=False):
                 builder.join(first, second, nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)

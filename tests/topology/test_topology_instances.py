@@ -3,6 +3,7 @@
 import pytest
 
 from topology import TopologyError, dump, loads, resolve
+from topology.documents import load_preset
 from topology.instances import instance_machine, instance_names
 from topology.lint import lint
 
@@ -56,3 +57,12 @@ def test_a_user_adds_instances_with_a_file(tmp_path, monkeypatch):
     )
     with pytest.raises(TopologyError, match="no 'z80' among its devices"):
         resolve("our-node")
+
+
+def test_eight_v100_are_joined_as_a_cube_mesh():
+    """As in the preset of a DGX-1: six NVLinks a GPU, and none between some pairs."""
+    links, known = (
+        {(link.source, link.target): link.count for link in machine.links if link.type == "nvlink2"}
+        for machine in (instance_machine("p3.16xlarge"), load_preset("dgx-1v"))
+    )
+    assert {tuple(sorted(pair)): count for pair, count in links.items()} == known

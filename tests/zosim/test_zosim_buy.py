@@ -15,10 +15,11 @@ from costmodel.models.configs import read_model_spec
 from tests.support.requests import set_in
 from topology import load_preset
 from topology.errors import PlanError, ZosimError
+from topology.hardware import resolve as machine_of
 from zosim.analysis.levers import levers
 from zosim.applications.buying.answer import buy as buy_for
 from zosim.applications.buying.command import buy
-from zosim.applications.buying.machine import Job, machines_named, share_of, simulated
+from zosim.applications.buying.machine import Job, interval, machines_named, share_of, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
 from zosim.applications.buying.search import OfferSearch
 from zosim.applications.buying.sensitivity import (
@@ -384,6 +385,28 @@ def _bought(requested, *more):
     result = invoke(*requested, *more, "--json")
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def test_an_assumed_bandwidth_widens_the_closed_form():
+    """Of a machine whose host's memory limits copies, and that states nothing of its channels."""
+    chosen = job(model="opt-66b")
+    topology = share_of(machine_of("p4d"), 1)
+    listed = candidates(chosen.request("p4d", topology, 1), chosen.bounder)
+    step_s = interval(chosen, "p4d", topology, listed[0])
+    memory = topology.node("dram0").bandwidth
+    known = memory.model_copy(update={"basis": "datasheet"})
+    stated = topology.model_copy(
+        update={
+            "nodes": tuple(
+                node.model_copy(update={"bandwidth": known}) if node.id == "dram0" else node
+                for node in topology.nodes
+            )
+        }
+    )
+    without = interval(chosen, "p4d", stated, listed[0])
+    assert memory.basis == "assumed"
+    assert step_s.high > 1.2 * without.high
+    assert step_s.value == without.value
 
 
 # -- few machines are planned, and the answer is that of all ------------------------------------------------------

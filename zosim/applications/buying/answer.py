@@ -142,8 +142,8 @@ class Answer:
         if self.extremes:
             cheapest, fastest = self.extremes
             sentences.append(
-                f"least money: {plain(cheapest.cost.spent.value)} {currency}, {_named(cheapest)}, {plain(cheapest.cost.hours.value)} hours; "
-                f"least time: {plain(fastest.cost.hours.value)} hours, {_named(fastest)}, {plain(fastest.cost.spent.value)} {currency}"
+                f"least money: {_spent(cheapest, currency)}, {_named(cheapest)}, {plain(cheapest.cost.hours.value)} hours; "
+                f"least time: {plain(fastest.cost.hours.value)} hours, {_named(fastest)}, {_spent(fastest, currency)}"
             )
         steps = about_steps(job.num_steps, self.num_examples)
         if within and self.num_examples is not None:
@@ -445,6 +445,14 @@ def _named(offer: Offer) -> str:
     machine = offer.machine
     devices = f"{machine.num_devices} device{'s' if machine.num_devices > 1 else ''}"
     return f"{machine.name} ({offer.cost.terms}, {devices})"
+
+
+def _spent(offer: Offer, currency: str) -> str:
+    """Return what leaves the account, and of a machine that must be bought what the job wears off."""
+    spent = f"{plain(offer.cost.spent.value)} {currency}"
+    if offer.cost.outlay is None:
+        return spent
+    return f"{spent} to buy it and {plain(offer.cost.money.value)} {currency} for who has it"
 
 
 def _with_unit(interval: Range, unit: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from costmodel.devices.datasheet import ASSUMED_MEMORY
 from costmodel.devices.prices import Payment, Range
 from costmodel.rates.profile import Bound, Profile
 from topology.errors import PlanError
@@ -140,9 +141,11 @@ def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
 
 
 def _at_end(request: Request, end: Bound) -> Request:
-    """Return a request with the first device's constants, all at one end of their intervals, for every rank."""
-    hardware = request.hardware
-    return replace(request, hardware=replace(hardware, profile=_fixed(hardware.profile, end), profiles=None))
+    """Return a request with the first device's constants, and assumed memory bandwidths, at one end of their intervals."""
+    hardware, (slower, faster) = request.hardware, ASSUMED_MEMORY
+    topology = hardware.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[end])
+    profile = _fixed(hardware.profile, end)
+    return replace(request, hardware=replace(hardware, topology=topology, profile=profile, profiles=None))
 
 
 def _fixed(profile: Profile, end: Bound) -> Profile:
