@@ -147,18 +147,13 @@ class _LocalSocket(socket.socket):
 socket.socket = _LocalSocket  # type: ignore[misc]
 
 
-OF_PROCESSES = ("PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest, a process that joins others, and the first import of executors set for good."""
-
-
 @pytest.fixture(autouse=True)
 def _environment_stays() -> Iterator[None]:
-    """Find the test that leaves variables behind, for others to fail by."""
-    before = dict(os.environ)
-    yield
-    after = dict(os.environ)
-    names = {*before, *after}.difference(OF_PROCESSES)
-    assert {name: after.get(name) for name in names if after.get(name) != before.get(name)} == {}
+    """Find the test that leaves variables behind."""
+    from tests.support.environment import unchanged_environment
+
+    with unchanged_environment():
+        yield
 
 
 @pytest.fixture(autouse=True)

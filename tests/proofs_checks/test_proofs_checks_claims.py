@@ -44,7 +44,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.crossed(quick=4)
+@pytest.mark.crossed(quick=8)
 @pytest.mark.parametrize(
     "claim",
     [

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support.environment import unchanged_environment
+
 
 def test_the_network_is_out_of_reach() -> None:
     with socket.socket() as outside, pytest.raises(RuntimeError, match="reached for the network"):
@@ -25,3 +27,8 @@ def test_child_processes_have_one_torch_thread() -> None:
     probe = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     assert subprocess.run(probe, capture_output=True, text=True, check=True).stdout == "1\n"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_variable_that_is_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="COLUMNS"), unchanged_environment():
+        monkeypatch.setenv("COLUMNS", "40")

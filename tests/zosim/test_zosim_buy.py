@@ -145,6 +145,7 @@ def test_only_one_term_of_rent_may_be_wanted():
     assert {offer.cost.terms for offer in offers} == {"spot RunPod"}
 
 
+@pytest.mark.slow
 def test_a_plan_shows_what_each_figure_decides():
     """The first forwards of a resident model are limited by memory or products: halved they slow it, doubled they do not."""
     requested = {"batch": 2, "seq": 128, "method": "mezo"}

@@ -120,6 +120,7 @@ def test_nothing_fits_names_the_closest_and_what_it_lacks() -> None:
     assert caught.value.hint is not None
 
 
+@pytest.mark.slow
 def test_a_chunked_loss_is_used_only_where_it_is_needed() -> None:
     requested = request(batch=8, seq=2048)
     assert choose(requested).chosen.plan.forward.loss_chunk_tokens is None
