@@ -97,9 +97,14 @@ class Homes(AxisWriter):
 
     def is_offloaded(self, group: ParamGroup) -> bool:
         """Whether `group` lives on the host, or on its drive."""
-        residency = self._plan.residency
-        home = residency.embedding_and_head if is_embedding_or_head(group.segments[0]) else residency.blocks
-        return home != "resident"
+        segment = group.segments[0]
+        if is_embedding_or_head(segment):
+            return self._plan.residency.embedding_and_head != "resident"
+        return self._offloaded_number(segment) is not None
+
+    def _offloaded_number(self, segment: str) -> int | None:
+        """Return the number of the block of `segment` among those that do not stay on the device, if it is one."""
+        return self._plan.residency.offloaded(block_index(segment), self._rank.model.num_blocks)
 
     def _on_disk(self, segment: str) -> int | None:
         """Return the number of the block of `segment` among those on the drive, if it is one."""
@@ -138,11 +143,11 @@ class Homes(AxisWriter):
 
     def _buffer_name(self, segment: str) -> str:
         # Blocks take turns; embedding and head, a whole step apart from each other, share a staging buffer of their own.
-        return (
-            "edge"
-            if is_embedding_or_head(segment)
-            else str(block_index(segment) % self._plan.residency.num_staging_buffers)
-        )
+        if is_embedding_or_head(segment):
+            return "edge"
+        number = self._offloaded_number(segment)
+        assert number is not None
+        return str(number % self._plan.residency.num_staging_buffers)
 
     def buffer_of(self, group: ParamGroup, segment: str) -> str:
         """Return the device buffer in which `segment` finds `group` at its turn."""

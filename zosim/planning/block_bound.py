@@ -33,6 +33,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
+from typing import NamedTuple
 
 from costmodel.estimate import estimate
 from costmodel.models.model_spec import HEAD, ModelSpec, block_segment
@@ -52,6 +53,12 @@ from zosim.program.operations import Collective, Forward, Recv, Send
 from zosim.simulators.shortening import NUM_BLOCKS, shortened_stages, shortest, with_blocks
 
 _STAGING_ROLES = ("staging buffers", "transfer buffers")
+
+
+_ALIKE = {"num_resident_blocks": None, "num_disk_blocks": None}
+"""Of a residency where all blocks are alike."""
+_MOVES = frozenset({"upload", "offload", "gather", "widen", "narrow", "allocate", "free"})
+"""Labels of what only blocks have that do not stay on the device."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +129,24 @@ class BlockBounder:
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         role, num_staging_buffers = _role(plan, rank), plan.residency.num_staging_buffers
+        held = role, _shares(plan, rank), num_staging_buffers
         # Ranks that do the same on machines alike but for names have one bound.
-        key = role, num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
+        key = held, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._known_bounds:
-            if (role, num_staging_buffers) not in self._buffers:
-                self._buffers[role, num_staging_buffers] = tuple(self._all_buffers(plan, rank))
+            if held not in self._buffers:
+                self._buffers[held] = tuple(self._all_buffers(plan, rank))
             stage, prices = self._stage(plan, rank, machine)
             two_blocks = self._two_blocks[role]
             memory = footprint_of(
-                self._buffers[role, num_staging_buffers],
+                self._buffers[held],
                 two_blocks.workspace_bytes(self._loss_work(plan, rank, role)),
                 machine.profile,
             )
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
             # The first blocks come up into buffers that are free by then.
-            num_early, num_blocks = num_staging_buffers + NUM_BLOCKS, plan.model.num_blocks
-            fraction = max(0.0, 1 - num_early / num_blocks)
+            num_early = num_staging_buffers + NUM_BLOCKS
+            num_moved = plan.residency.num_offloaded(plan.model.num_blocks) or 1
+            fraction = max(0.0, 1 - num_early / num_moved)
             behind = tuple(amount * fraction for amount in prices.loads_behind)
             self._known_bounds[key] = BlockBound(
                 period, prices.loads, behind, prices.computed_s, memory, two_blocks.num_instructions
@@ -150,7 +159,8 @@ class BlockBounder:
     def _all_buffers(self, plan: Plan, rank: int) -> Iterator[Buffer]:
         """Yield the buffers of a rank; where blocks are alike, those of the last stand for all behind those of the staging buffers."""
         num_few, num_blocks = plan.residency.num_staging_buffers + 1, plan.model.num_blocks
-        is_plain = self._is_long and plan.num_stages == 1 and not (plan.split_points or plan.uses_disks)
+        is_plain = self._is_long and plan.num_stages == 1 and not plan.split_points
+        is_plain = is_plain and not plan.uses_disks and plan.residency.num_resident_blocks is None
         if not is_plain or num_few >= num_blocks:
             yield from StepWriter(plan, rank).buffers()
             return
@@ -173,7 +183,8 @@ class BlockBounder:
             small, standing = self._shortened(_at_once(plan), rank)
             self._two_blocks[role] = _TwoBlocks(unordered(small, rank), standing)
         two_blocks = self._two_blocks[role]
-        key = role, plan.forward.loss_chunk_tokens, machine.shape
+        shares = _shares(plan, rank)
+        key = role, shares, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._prices:
             loss = self._loss_work(plan, rank, role)
             # Every resource has a place, so that loads of machines alike can be added by position.
@@ -181,22 +192,21 @@ class BlockBounder:
             behind = dict(loads)
             computed_s, is_exchanged = 0.0, False
             seconds = []
-            share = _share_on_disk(plan, rank)
             for execution in two_blocks.executions:
                 items = [
                     replace(item, work=loss) if loss is not None and _takes_loss(item) else item
                     for item in execution.instructions
                 ]
                 activities = [self._activity(item, two_blocks.program, machine) for item in items]
-                # Where some blocks of many come from a drive, nothing is known to wait for that.
+                # Where some blocks of many come from elsewhere, nothing is known to wait for that.
                 seconds.append(
                     [
-                        0.0 if share < 1 and item.stream in DISK_STREAMS else activity.seconds
+                        0.0 if shares.of(item) < 1 else activity.seconds
                         for item, activity in zip(items, activities, strict=True)
                     ]
                 )
                 for item, activity in zip(items, activities, strict=True):
-                    count = execution.count * (share if item.stream in DISK_STREAMS else 1)
+                    count = execution.count * shares.of(item)
                     is_exchanged |= item.label == "exchange"
                     if item.stream == Stream.COMPUTE and not is_exchanged:
                         computed_s += activity.seconds * count
@@ -233,8 +243,8 @@ class BlockBounder:
         return self._activities[key][-1]
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:
-        """Return a plan with fewer blocks, all on a drive if any is, and the blocks that each of those left stands for."""
-        residency = plan.residency.model_copy(update={"num_disk_blocks": None})
+        """Return a plan with fewer blocks, all where the furthest is, and the blocks that each of those left stands for."""
+        residency = plan.residency.model_copy(update=_ALIKE)
         plan = plan.model_copy(update={"residency": residency})
         # Split points within one stage fall on certain blocks, which are then unlike the others.
         if not self._is_long or (plan.num_stages == 1 and plan.split_points):
@@ -248,16 +258,15 @@ class BlockBounder:
 
 
 def _role(plan: Plan, rank: int) -> Hashable:
-    """Return what decides what a rank does, apart from the number of staging buffers.
+    """Return what decides what a rank does, apart from the number of staging buffers and where single blocks live.
 
     Of its position in the mesh these are its points, sequences and segments; and among how many ranks.
     """
     stage = (plan.split, plan.segments_of(rank)) if plan.num_stages > 1 else ()
     eval_points = plan.eval_points_of(rank)
     # Staging buffers change the order of blocks, not what is done for one; chunks of the loss what the head takes alone.
-    residency = plan.residency.model_copy(update={"num_staging_buffers": 1, "num_disk_blocks": None})
+    residency = plan.residency.model_copy(update={"num_staging_buffers": 1, **_ALIKE})
     return (
-        _share_on_disk(plan, rank),
         len(eval_points),
         BASE in eval_points,
         len(plan.rows_of(rank)),
@@ -280,14 +289,28 @@ def _block_number(segment: str) -> int | None:
     return whole_number(segment.partition(".")[2].partition(".")[0])
 
 
-def _share_on_disk(plan: Plan, rank: int) -> float:
-    """Return the part of the blocks of a rank that lie on a drive."""
-    if plan.residency.blocks != "nvme":
-        return 0.0
-    num_blocks = plan.model.num_blocks
+class _Shares(NamedTuple):
+    """Shares of the blocks of a rank: those that do not stay on the device, and those that lie on a drive."""
+
+    offloaded: float
+    on_disk: float
+
+    def of(self, instruction: Instruction) -> float:
+        """Return the share of the blocks that have such an instruction."""
+        if instruction.stream in DISK_STREAMS:
+            return self.on_disk
+        is_move = instruction.label in _MOVES and _block_number(instruction.segment) is not None
+        return self.offloaded if is_move else 1.0
+
+
+def _shares(plan: Plan, rank: int) -> _Shares:
+    residency, num_blocks = plan.residency, plan.model.num_blocks
     own = [block for segment in plan.segments_of(rank) if (block := _block_number(segment)) is not None]
-    on_disk = sum(plan.residency.on_disk(block, num_blocks) is not None for block in own)
-    return on_disk / len(own) if own else 0.0
+    if not own or (residency.num_resident_blocks is None and not plan.uses_disks):
+        return _Shares(1.0, 0.0)
+    offloaded = sum(residency.offloaded(block, num_blocks) is not None for block in own)
+    on_disk = sum(residency.on_disk(block, num_blocks) is not None for block in own)
+    return _Shares(offloaded / len(own), on_disk / len(own))
 
 
 def _at_once(plan: Plan) -> Plan:

@@ -50,6 +50,7 @@ _FORMAT: _Field = ("residency", "transfer_dtype")
 _TRANSFERS: _Field = ("residency", "transfers")
 _BUFFERS: _Field = ("residency", "num_staging_buffers")
 _ON_DISK: _Field = ("residency", "num_disk_blocks")
+_STAYING: _Field = ("residency", "num_resident_blocks")
 _CHUNK: _Field = ("forward", "loss_chunk_tokens")
 _OF_MOVES = (_ENDS, _FORMAT, _TRANSFERS, _BUFFERS)
 """What says how offloaded blocks move. The last two contradict nothing on shapes that have them."""
@@ -147,9 +148,10 @@ def _tried(request: Request, transfers: tuple[Transfers, ...]) -> dict[_Field, t
         and field.setting.planned
         and getattr(config, axis).given(field.name) is None
     }
-    # Both are solved for from the memory that a plan leaves, as is what lies on drives.
+    # These are solved for from the memory that a plan leaves.
     tried.pop(_CHUNK, None)
     tried.pop(_ON_DISK, None)
+    tried.pop(_STAYING, None)
     homes = tried.pop(_BLOCKS, (config.residency.given("blocks"),))
     moves: dict[_Field, tuple[Any, ...]] = {_FORMAT: tuple(_transfer_formats(request))}
     moves |= {field: tried.pop(field) for field in _OF_MOVES if field in tried}

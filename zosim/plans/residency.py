@@ -28,6 +28,8 @@ class Residency(Axis):
     blocks : str
         ``"resident"`` on the device, ``"offloaded"`` to host memory, or ``"nvme"``: on a drive, from which they come by
         way of host memory.
+    num_resident_blocks : int or None
+        Blocks that stay on the device where the others do not, spread evenly among these; None for none.
     num_disk_blocks : int or None
         Blocks on the drive where blocks are ``"nvme"``, spread evenly among those that host memory has; None for all.
     embedding_and_head : str
@@ -63,6 +65,17 @@ class Residency(Axis):
             recorded_as="blocks",
         ),
     ] = "resident"
+    num_resident_blocks: Annotated[
+        Blocks | None,
+        Setting(
+            "--resident-blocks",
+            "Number of blocks that stay on the device with --residency offloaded or nvme.",
+            _ROUNDING,
+            planned=True,
+            usual="none, or as many as the device has space for",
+            expert=True,
+        ),
+    ] = None
     num_disk_blocks: Annotated[
         Blocks | None,
         Setting(
@@ -124,6 +137,8 @@ class Residency(Axis):
         """Yield how the offloaded blocks of `plan` move."""
         if self.blocks == "resident":
             return
+        if self.num_resident_blocks is not None:
+            yield f"{self.num_resident_blocks} of {plan.model.num_blocks} blocks resident"
         if self.num_disk_blocks is not None:
             yield f"{self.num_disk_blocks} of {plan.model.num_blocks} blocks on the drive"
         yield f"{self.num_staging_buffers} staging buffer{'s' if self.num_staging_buffers > 1 else ''}"
@@ -140,6 +155,7 @@ class Residency(Axis):
 
     def conflicts(self, plan: Plan) -> Iterator[Conflict]:
         """Yield which blocks of `plan` cannot move, or not this way."""
+        yield from self._conflicts_of_mixtures(plan)
         yield from self._conflicts_of_disks(plan)
         if self.embedding_and_head == "offloaded" and self.blocks == "resident":
             yield (
@@ -162,15 +178,27 @@ class Residency(Axis):
         if self.transfers != "private":
             yield from self._conflicts_of_shares(plan)
 
-    def on_disk(self, block: int, num_blocks: int) -> int | None:
-        """Return the index of a block among those on a drive; None if it is not on one.
+    def offloaded(self, block: int, num_blocks: int) -> int | None:
+        """Return the number of a block among those that do not stay on the device, of a model with so many blocks.
 
-        Parameters
-        ----------
-        block : int
-            Index of the block, from 0.
-        num_blocks : int
-            Number of blocks of the model.
+        Examples
+        --------
+        Copies of three of eight blocks have the computation of the others beside them:
+
+        >>> residency = Residency(blocks="offloaded", num_resident_blocks=5)
+        >>> [residency.offloaded(block, 8) for block in range(8)]
+        [None, None, 0, None, None, 1, None, 2]
+        """
+        return (
+            None if self.blocks == "resident" else _picked(block, num_blocks, self.num_offloaded(num_blocks))
+        )
+
+    def num_offloaded(self, num_blocks: int) -> int:
+        """Return how many blocks of a model with so many do not stay on the device."""
+        return 0 if self.blocks == "resident" else max(0, num_blocks - (self.num_resident_blocks or 0))
+
+    def on_disk(self, block: int, num_blocks: int) -> int | None:
+        """Return the number of a block among those on a drive, of a model with so many blocks; None where it is not on one.
 
         Examples
         --------
@@ -180,14 +208,27 @@ class Residency(Axis):
         >>> [residency.on_disk(block, 8) for block in range(8)]
         [None, None, 0, None, None, 1, None, 2]
         """
-        if self.blocks != "nvme":
+        number, num_offloaded = self.offloaded(block, num_blocks), self.num_offloaded(num_blocks)
+        if self.blocks != "nvme" or number is None:
             return None
-        count = num_blocks if self.num_disk_blocks is None else self.num_disk_blocks
-        number = block * count // num_blocks
-        return number if (block + 1) * count // num_blocks > number else None
+        count = num_offloaded if self.num_disk_blocks is None else self.num_disk_blocks
+        return _picked(number, num_offloaded, count)
+
+    def _conflicts_of_mixtures(self, plan: Plan) -> Iterator[Conflict]:
+        count, num_blocks = self.num_resident_blocks, plan.model.num_blocks
+        if count is not None and self.blocks == "resident":
+            yield (
+                f"residency.num_resident_blocks={count} is a part of the blocks, but residency.blocks=resident keeps all",
+                "use residency.blocks=offloaded, or leave residency.num_resident_blocks out",
+            )
+        elif count is not None and count >= num_blocks:
+            yield (
+                f"residency.num_resident_blocks={count} leaves none of the {num_blocks} blocks of {plan.model.name} to offload",
+                "use residency.blocks=resident",
+            )
 
     def _conflicts_of_disks(self, plan: Plan) -> Iterator[Conflict]:
-        count, num_blocks = self.num_disk_blocks, plan.model.num_blocks
+        count, num_blocks = self.num_disk_blocks, self.num_offloaded(plan.model.num_blocks)
         if count is not None and self.blocks != "nvme":
             yield (
                 f"residency.num_disk_blocks={count} needs blocks on a drive, but residency.blocks={self.blocks}",
@@ -195,7 +236,8 @@ class Residency(Axis):
             )
         elif count is not None and count > num_blocks:
             yield (
-                f"residency.num_disk_blocks={count} exceeds the {num_blocks} blocks of {plan.model.name}",
+                f"residency.num_disk_blocks={count} exceeds the {num_blocks} blocks of {plan.model.name}"
+                + (" that do not stay on the device" if self.num_resident_blocks else ""),
                 "leave it out for all",
             )
         if self.blocks == "nvme" and self.transfers != "private":
@@ -223,3 +265,9 @@ class Residency(Axis):
                 f"residency.transfers={transfers} needs the same number of ranks on every host",
                 "use the same number of ranks on every host, or residency.transfers=private",
             )
+
+
+def _picked(index: int, count: int, num_picked: int) -> int | None:
+    """Return the number of one of `count` things among those that are picked evenly; None if it is not."""
+    number = index * num_picked // count
+    return number if (index + 1) * num_picked // count > number else None

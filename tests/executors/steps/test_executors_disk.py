@@ -14,6 +14,7 @@ from executors.steps import disk
 from tests.support.simulated_cuda import simulated
 from tests.support.tiny import batches, model_of, plan_of
 from topology.errors import DoesNotFit, MachineError, RunError
+from zosim.lowering import lower
 from zosim.plans import Residency
 from zosim.program.instructions import Buffer, Space
 
@@ -43,6 +44,21 @@ def test_blocks_on_a_drive_find_the_bits_of_blocks_on_the_device(update, residen
     plan = plan_with(update, blocks="nvme", **residency)
     assert digest_of(plan, disk_directory=tmp_path) == digest_of(plan_with(update))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("update", "residency"),
+    [
+        ("delayed", {"blocks": "offloaded", "num_staging_buffers": 2}),
+        ("immediate", {"blocks": "nvme", "num_disk_blocks": 1}),
+    ],
+)
+def test_blocks_that_stay_among_others_that_move_find_the_same_bits(update, residency, tmp_path):
+    plan = plan_with(update, num_resident_blocks=1, **residency)
+    homes = [access.buffer for access in lower(plan).final if access.buffer.split(".")[1] == "block"]
+    places = {home.split(".")[0] for home in homes}
+    assert places == {"device", "host"} | ({"disk"} if residency["blocks"] == "nvme" else set())
+    assert digest_of(plan, disk_directory=tmp_path) == digest_of(plan_with(update))
 
 
 def test_nothing_races_on_a_device_with_blocks_on_a_drive():
