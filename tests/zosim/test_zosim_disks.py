@@ -1,4 +1,4 @@
-"""Blocks on drives: chosen where host memory does not hold them, as few as can be, and as slow as the drives are."""
+"""Blocks on drives, as few as host memory lacks space for, and blocks that stay on the device, as many as it has space for."""
 
 from __future__ import annotations
 
@@ -96,3 +96,28 @@ def test_a_host_without_a_drive_is_refused():
     with pytest.raises(PlanError, match=r"host0 of .* has none") as raised:
         choose(request(bare, residency=Residency(blocks="nvme")))
     assert "type disk" in raised.value.hint
+
+
+def test_blocks_that_the_device_has_space_for_stay_there_among_those_that_move():
+    """The more of them stay, the faster; bounds are below simulations, and memory is exact."""
+    seconds = [choose(request(method="zo2")).chosen.seconds]
+    for limit in (10, 24):
+        requested = request(max_device_bytes=limit * GIB)
+        chosen = choose(requested).chosen
+        assert 0 < chosen.plan.residency.num_resident_blocks < 32
+        block_bytes = 870 * 2**20  # 218 million parameters
+        device = chosen.footprints.largest.device_bytes
+        assert device <= limit * GIB < device + block_bytes
+        bound = Bounds(requested).of(chosen.plan)
+        assert bound.seconds <= chosen.seconds * (1 + 1e-9)
+        assert bound.footprints == chosen.planned.prediction.footprints
+        seconds.append(chosen.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_an_offloaded_plan_that_is_asked_for_moves_all_blocks_unless_some_are_named():
+    fixed = {"blocks": "offloaded", "num_staging_buffers": 3}
+    for named in ({}, {"num_resident_blocks": 4}):
+        residency = Residency.model_construct(set(fixed | named), **(fixed | named))
+        plan = choose(request(residency=residency, max_device_bytes=16 * GIB)).plan
+        assert plan.residency.num_resident_blocks == named.get("num_resident_blocks")

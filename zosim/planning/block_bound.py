@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from costmodel.estimate import estimate
@@ -220,7 +220,9 @@ class BlockBounder:
                 tuple(behind.values()),
                 computed_s if is_exchanged else inf,
             )
-        prices, graph = self._prices[key], two_blocks.graph(plan.residency.num_staging_buffers)
+        # A buffer comes round after as many blocks that move, among which are those that stay.
+        distance = ceil(plan.residency.num_staging_buffers / (shares.offloaded or 1))
+        prices, graph = self._prices[key], two_blocks.graph(distance)
         return StageStep(graph, prices.seconds, machine.step_s()), prices
 
     def _loss_work(self, plan: Plan, rank: int, role: Hashable) -> Work | None:

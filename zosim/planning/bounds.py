@@ -36,6 +36,7 @@ from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
 from zosim.planning.block_bound import BlockBound, BlockBounder
+from zosim.planning.disks import may_keep_blocks
 from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.plans import Mesh, Placement, Plan
@@ -156,7 +157,11 @@ class Bounds:
         if key not in self._block_bytes:
             of_blocks = (group for group in plan.model.param_groups if group.segments[0] not in (EMBED, HEAD))
             self._block_bytes[key] = sum(map(plan.storage.nbytes, of_blocks))
-        copied_bytes, busiest_s = self._block_bytes[key] / (plan.num_shares if plan.is_sliced else 1), 0.0
+        moved_bytes, busiest_s = self._block_bytes[key], 0.0
+        if may_keep_blocks(self._request, plan):
+            # Some may stay, as many as a device holds.
+            moved_bytes -= min(map(self._request.device_limit_bytes, set(plan.placement.devices)))
+        copied_bytes = max(0, moved_bytes) / (plan.num_shares if plan.is_sliced else 1)
         # What a host's nearest memory has no space for passes others.
         memories = {node.id for node in self._request.hardware.topology.of_type("memory")}
         for members in self._classes(plan).hosts.values():
@@ -166,6 +171,15 @@ class Bounds:
                     busy_s[name] += copied_bytes / machines[rank].capacities[name]
             busiest_s = max(busiest_s, *(s for name, s in busy_s.items() if name not in memories), 0.0)
         return busiest_s
+
+    def left_bytes(self, plan: Plan) -> int:
+        """Return what a plan leaves of the memory of the fullest device; below 0 what lacks."""
+        taken, devices = self.of(plan).footprints, plan.placement.devices
+        ranks = self._classes(plan).ranks
+        return min(
+            self._request.device_limit_bytes(devices[rank]) - memory.device_bytes
+            for memory, rank in zip(taken.ranks, ranks, strict=True)
+        )
 
     def loss_s(self, plan: Plan) -> float:
         """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""

@@ -1,16 +1,23 @@
-"""How many blocks a plan keeps on drives: as few as leave host memory enough for the others.
+"""How many blocks a plan keeps on the device, as many as it has space for, and on drives, as few as leave host memory enough.
 
 Examples
 --------
 Host memory holds five of twelve blocks:
 
 >>> from costmodel import read_model_spec
->>> from zosim.plans import Placement
+>>> from zosim.plans import Placement, Residency
 >>> placement = Placement(topology="cpu-laptop", devices=("cpu0",))
 >>> plan = Plan(model=read_model_spec("opt-125m"), batch=1, seq=16, placement=placement)
 >>> few = fewest_on_disk(plan, lambda plan: 12 - (plan.residency.num_disk_blocks or 12) <= 5)
 >>> few.residency.num_disk_blocks
 7
+
+A device with space for four and a half more of them:
+
+>>> offloaded = plan.model_copy(update={"residency": Residency(blocks="offloaded")})
+>>> many = most_resident(offloaded, lambda plan: 450 - 100 * (plan.residency.num_resident_blocks or 0))
+>>> many.residency.num_resident_blocks
+4
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ def may_use_disks(request: Request, plan: Plan) -> bool:
 
 def fewest_on_disk(plan: Plan, fits: Callable[[Plan], bool]) -> Plan | None:
     """Return a plan with the fewest of its blocks on drives that fit; None if not even those of all do."""
-    num_blocks = plan.model.num_blocks
+    num_blocks = plan.residency.model_copy(update={"blocks": "nvme"}).num_offloaded(plan.model.num_blocks)
 
     def spilled(count: int) -> Plan:
         residency = plan.residency.model_copy(
@@ -47,3 +54,34 @@ def fewest_on_disk(plan: Plan, fits: Callable[[Plan], bool]) -> Plan | None:
     counts = range(1, num_blocks + 1)
     index = bisect_left(counts, True, key=lambda count: fits(spilled(count)))
     return spilled(counts[index]) if index < num_blocks else None
+
+
+def may_keep_blocks(request: Request, plan: Plan) -> bool:
+    """Whether the request leaves it open where blocks live, so that some of an offloaded plan may stay on the device."""
+    given = request.config.residency.given
+    is_open = given("blocks") is None and given("num_resident_blocks") is None
+    # ZO2 offloads all blocks. Stages would need a number each, and on a CPU both memories are one.
+    is_open = is_open and request.config.search.method != "zo2" and not request.hardware.is_on_cpus
+    return is_open and plan.is_offloaded and plan.num_stages == 1
+
+
+def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
+    """Return an offloaded plan with as many blocks on the device as it has space for; None where it has for none, or for all.
+
+    Parameters
+    ----------
+    left_bytes : callable
+        Returns what a plan leaves of the memory of the fullest device.
+    """
+
+    def keeping(count: int) -> Plan:
+        residency = plan.residency.model_copy(update={"num_resident_blocks": count})
+        return plan.model_copy(update={"residency": residency})
+
+    left = left_bytes(plan)
+    each = left - left_bytes(keeping(1)) if left > 0 and plan.model.num_blocks > 1 else 0
+    # Blocks take as much as each other, or nearly.
+    count = min(left // each, plan.model.num_blocks) if each > 0 else 0
+    while 0 < count < plan.model.num_blocks and left_bytes(keeping(count)) < 0:
+        count -= 1
+    return keeping(count) if 0 < count < plan.model.num_blocks else None

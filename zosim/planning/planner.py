@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import inf
 from operator import attrgetter, le
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +23,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.lowering import lower_all
 from zosim.planning.block_bound import BlockBounder
 from zosim.planning.bounds import Bound, Bounds
-from zosim.planning.disks import fewest_on_disk, may_use_disks
+from zosim.planning.disks import fewest_on_disk, may_keep_blocks, may_use_disks, most_resident
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
 from zosim.planning.footprint import WORKSPACE, Footprints
 from zosim.planning.predict import PlannedRun, Prediction
@@ -50,6 +50,9 @@ _EQUAL = 10.0**-_SIGNIFICANT_DIGITS
 _WORTH_A_LOOK = 1.1
 # Simulations to find the best, where bounds leave much open, and the second.
 _MOST_SIMULATED, _MOST_FOR_SECOND = 24, 1
+# Staging buffers that are tried where some blocks stay on the device.
+_BUFFERS_BESIDE = (2, 3)
+_MOST_BUFFERS = (max(fields_of(Residency)["num_staging_buffers"].tried),)
 # Other meshes whose best plan is bounded for the report.
 _NUM_RIVALS = 3
 _IN_ORDER = attrgetter("sort_key")
@@ -473,8 +476,10 @@ class _Search:
         in_order = sorted(chunked, key=lambda num_tokens: (loss_s[num_tokens], -num_tokens))
         num_forwards = whole.plan.mesh.most_eval_points(whole.plan.estimator.num_eval_points)
         saved_s = num_forwards * (self._bounds.loss_s(whole.plan) - loss_s[in_order[0]]) if chunked else 0.0
-        in_chunks_too = self._in_chunks(whole, chunked, in_order, saved_s)
-        for candidate in (whole, *in_chunks_too, *self._with_disks(whole)):
+        made = [whole, *self._in_chunks(whole, chunked, in_order, saved_s)]
+        mixed = list(chain.from_iterable(map(self._with_resident_blocks, made)))
+        with_disks = chain.from_iterable(map(self._with_disks, (whole, *mixed)))
+        for candidate in (*made, *mixed, *with_disks):
             if candidate.missing:
                 self.rejected.append(candidate)
             else:
@@ -498,6 +503,21 @@ class _Search:
         if is_short or (saved_s > ALIKE * whole.seconds and not whole.missing):
             made = (self._candidate(chunked[num_tokens]) for num_tokens in in_order)
             yield from islice((candidate for candidate in made if not candidate.missing), 1)
+
+    def _with_resident_blocks(self, whole: Candidate) -> Iterator[Candidate]:
+        """Yield offloaded plans with as many blocks on the device as it has space for, beside few staging buffers."""
+        plan = whole.plan
+        buffers: tuple[int, ...] = (plan.residency.num_staging_buffers,)
+        if self._request.config.residency.given("num_staging_buffers") is None:
+            # A buffer more is a block less that stays. Plans that differ in buffers have these in common.
+            buffers = _BUFFERS_BESIDE if buffers == _MOST_BUFFERS else ()
+        if not may_keep_blocks(self._request, plan):
+            return
+        for num_buffers in buffers:
+            residency = plan.residency.model_copy(update={"num_staging_buffers": num_buffers})
+            found = most_resident(plan.model_copy(update={"residency": residency}), self._bounds.left_bytes)
+            if found is not None:
+                yield self._candidate(found)
 
     def _with_disks(self, whole: Candidate) -> Iterator[Candidate]:
         """Yield a plan with blocks on drives where host memory lacks space for all, as few as can be."""
@@ -536,7 +556,7 @@ class _Search:
         usual = plan.residency.model_copy(update={"num_staging_buffers": Residency().num_staging_buffers})
         if plan.is_offloaded and self._request.config.residency.given("num_staging_buffers") is None:
             fewer = self._candidate(plan.model_copy(update={"residency": usual}))
-            if not fewer.missing:
+            if usual != plan.residency and not fewer.missing:
                 self._push(fewer.seconds, candidate=fewer)
         rivals = [
             candidate

@@ -72,7 +72,7 @@ class Residency(Axis):
             "Number of blocks that stay on the device with --residency offloaded or nvme.",
             _ROUNDING,
             planned=True,
-            usual="none, or as many as the device has space for",
+            usual="as many as the device has space for, or none where --residency is given",
             expert=True,
         ),
     ] = None
