@@ -65,6 +65,12 @@ def may_keep_blocks(request: Request, plan: Plan) -> bool:
     return is_open and plan.is_offloaded and plan.num_stages == 1
 
 
+def keeping(plan: Plan, num_blocks: int) -> Plan:
+    """Return an offloaded plan with so many of its blocks on the device."""
+    residency = plan.residency.model_copy(update={"num_resident_blocks": num_blocks})
+    return plan.model_copy(update={"residency": residency})
+
+
 def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
     """Return an offloaded plan with as many blocks on the device as it has space for; None where it has for none, or for all.
 
@@ -73,15 +79,10 @@ def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
     left_bytes : callable
         Returns what a plan leaves of the memory of the fullest device.
     """
-
-    def keeping(count: int) -> Plan:
-        residency = plan.residency.model_copy(update={"num_resident_blocks": count})
-        return plan.model_copy(update={"residency": residency})
-
     left = left_bytes(plan)
-    each = left - left_bytes(keeping(1)) if left > 0 and plan.model.num_blocks > 1 else 0
+    each = left - left_bytes(keeping(plan, 1)) if left > 0 and plan.model.num_blocks > 1 else 0
     # Blocks take as much as each other, or nearly.
     count = min(left // each, plan.model.num_blocks) if each > 0 else 0
-    while 0 < count < plan.model.num_blocks and left_bytes(keeping(count)) < 0:
+    while 0 < count < plan.model.num_blocks and left_bytes(keeping(plan, count)) < 0:
         count -= 1
-    return keeping(count) if 0 < count < plan.model.num_blocks else None
+    return keeping(plan, count) if 0 < count < plan.model.num_blocks else None

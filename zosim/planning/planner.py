@@ -8,6 +8,7 @@ came second, and what does not fit, with the memory that it lacks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.lowering import lower_all
 from zosim.planning.block_bound import BlockBounder
 from zosim.planning.bounds import Bound, Bounds
-from zosim.planning.disks import fewest_on_disk, may_keep_blocks, may_use_disks, most_resident
+from zosim.planning.disks import fewest_on_disk, keeping, may_keep_blocks, may_use_disks, most_resident
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
 from zosim.planning.footprint import WORKSPACE, Footprints
 from zosim.planning.predict import PlannedRun, Prediction
@@ -93,7 +94,7 @@ class Candidate:
         return self.bound.missing
 
     @cached_property
-    def sort_key(self) -> tuple[float, int, int, int, int, int]:
+    def sort_key(self) -> tuple[float, int, int, int, int, int, int]:
         """Faster first; of two that are as fast, the one that needs less: ranks, hosts, unusual values, instructions, memory."""
         seconds = float(f"{self.seconds:.{_SIGNIFICANT_DIGITS}g}")
         placement = self.plan.placement
@@ -103,7 +104,9 @@ class Candidate:
             len(placement.ranks_by_host),
             num_unusual(self.plan),
             self.bound.num_instructions,
-            self.footprints.largest.device_bytes * placement.world_size + self.footprints.fullest.size_bytes,
+            # Memory of devices is what there is least of.
+            self.footprints.largest.device_bytes,
+            self.footprints.fullest.size_bytes,
         )
 
     @property
@@ -405,6 +408,7 @@ class _Search:
         if num_simulated and self.simulated:
             self._look_at_rivals()
             self._simulate_plainer()
+            self._simulate_leaner()
             self._simulate_second()
         if not self.simulated and not self.rejected and not self._heap:
             raise self._variants.contradiction or too_few_ranks(self._request)
@@ -487,6 +491,8 @@ class _Search:
         if whole.missing:
             # What waits for more is never faster: it is looked at only where that saves memory which lacks.
             least_s = max(node.bound_s, whole.seconds - max(0.0, saved_s))
+            if may_keep_blocks(self._request, whole.plan):
+                least_s = node.bound_s  # with some blocks on the device it copies less
             self._push_restrictions(node.restrictions, node.number, least_s)
 
     def _in_chunks(
@@ -564,6 +570,24 @@ class _Search:
             if candidate.seconds <= best.seconds * (1 + ALIKE) and candidate.sort_key[1:] < best.sort_key[1:]
         ]
         self._take(sorted(rivals, key=lambda candidate: candidate.sort_key[1:])[:1])
+
+    def _simulate_leaner(self) -> None:
+        """Simulate what is as fast as the best with fewer blocks on the device, the fewest of all."""
+        best, _ = self.ranked()
+        most = best.plan.residency.num_resident_blocks
+        if most is None or not may_keep_blocks(self._request, best.plan):
+            return
+        made: dict[int, Candidate] = {}
+
+        def is_as_fast(num_blocks: int) -> bool:
+            candidate = self._candidate(keeping(best.plan, num_blocks))
+            made[num_blocks] = replace(candidate, seconds=candidate.planned.step_time_s, is_simulated=True)
+            return not candidate.missing and made[num_blocks].seconds <= best.seconds * (1 + ALIKE)
+
+        # Each block more that stays is copies less.
+        fewest = 1 + bisect_left(range(1, most), True, key=is_as_fast)
+        if fewest < most:
+            self.simulated.append(made[fewest])
 
     def _simulate_second(self) -> None:
         """Simulate what is perhaps the second, as long as it is worth a look."""
