@@ -101,13 +101,16 @@ def test_a_host_without_a_drive_is_refused():
 def test_blocks_that_the_device_has_space_for_stay_there_among_those_that_move():
     """The more of them stay, the faster; bounds are below simulations, and memory is exact."""
     seconds = [choose(request(method="zo2")).chosen.seconds]
+    block_bytes = 870 * 2**20  # 218 million parameters
     for limit in (10, 24):
         requested = request(max_device_bytes=limit * GIB)
-        chosen = choose(requested).chosen
+        decision = choose(requested)
+        chosen, lean = decision.chosen, decision.chosen.footprints.largest.device_bytes
         assert 0 < chosen.plan.residency.num_resident_blocks < 32
-        block_bytes = 870 * 2**20  # 218 million parameters
-        device = chosen.footprints.largest.device_bytes
-        assert device <= limit * GIB < device + block_bytes
+        as_fast = [c for c in (chosen, *decision.others) if c.seconds < chosen.seconds * 1.0005]
+        assert lean == min(c.footprints.largest.device_bytes for c in as_fast)
+        most = max(c.footprints.largest.device_bytes for c in as_fast)
+        assert lean <= most <= limit * GIB < most + block_bytes
         bound = Bounds(requested).of(chosen.plan)
         assert bound.seconds <= chosen.seconds * (1 + 1e-9)
         assert bound.footprints == chosen.planned.prediction.footprints

@@ -145,8 +145,8 @@ class BlockBounder:
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
             # The first blocks come up into buffers that are free by then.
             num_early = num_staging_buffers + NUM_BLOCKS
-            num_moved = plan.residency.num_offloaded(plan.model.num_blocks) or 1
-            fraction = max(0.0, 1 - num_early / num_moved)
+            num_offloaded = plan.residency.num_offloaded(plan.model.num_blocks) or 1
+            fraction = max(0.0, 1 - num_early / num_offloaded)
             behind = tuple(amount * fraction for amount in prices.loads_behind)
             self._known_bounds[key] = BlockBound(
                 period, prices.loads, behind, prices.computed_s, memory, two_blocks.num_instructions

@@ -23,10 +23,14 @@ A device with space for four and a half more of them:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from zosim.planning.request import Request
-from zosim.plans import Plan
+from zosim.plans import Plan, Residency, fields_of
+
+_BUFFERS_BESIDE = (2, 3)
+"""Staging buffers that are tried where some blocks stay on the device."""
+_MOST_BUFFERS = (max(fields_of(Residency)["num_staging_buffers"].tried),)
 
 
 def may_use_disks(request: Request, plan: Plan) -> bool:
@@ -86,3 +90,23 @@ def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
     while 0 < count < plan.model.num_blocks and left_bytes(keeping(plan, count)) < 0:
         count -= 1
     return keeping(plan, count) if 0 < count < plan.model.num_blocks else None
+
+
+def mixtures(request: Request, plan: Plan, left_bytes: Callable[[Plan], int]) -> Iterator[Plan]:
+    """Yield an offloaded plan with as many blocks on the device as it has space for, beside few staging buffers.
+
+    A buffer more is a block less that stays. Plans that differ in buffers alone have these in common.
+    """
+    buffers: tuple[int, ...] = (plan.residency.num_staging_buffers,)
+    if request.config.residency.given("num_staging_buffers") is None:
+        buffers = _BUFFERS_BESIDE if buffers == _MOST_BUFFERS else ()
+    for num_buffers in buffers if may_keep_blocks(request, plan) else ():
+        residency = plan.residency.model_copy(update={"num_staging_buffers": num_buffers})
+        mixed = most_resident(plan.model_copy(update={"residency": residency}), left_bytes)
+        if mixed is not None:
+            yield mixed
+
+
+def num_kept(request: Request, plan: Plan) -> int:
+    """Return how many blocks of an offloaded plan stay on the device, where the request leaves that open; else 0."""
+    return plan.residency.num_resident_blocks or 0 if may_keep_blocks(request, plan) else 0

@@ -24,7 +24,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.lowering import lower_all
 from zosim.planning.block_bound import BlockBounder
 from zosim.planning.bounds import Bound, Bounds
-from zosim.planning.disks import fewest_on_disk, keeping, may_keep_blocks, may_use_disks, most_resident
+from zosim.planning.disks import fewest_on_disk, keeping, may_keep_blocks, may_use_disks, mixtures, num_kept
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
 from zosim.planning.footprint import WORKSPACE, Footprints
 from zosim.planning.predict import PlannedRun, Prediction
@@ -51,9 +51,6 @@ _EQUAL = 10.0**-_SIGNIFICANT_DIGITS
 _WORTH_A_LOOK = 1.1
 # Simulations to find the best, where bounds leave much open, and the second.
 _MOST_SIMULATED, _MOST_FOR_SECOND = 24, 1
-# Staging buffers that are tried where some blocks stay on the device.
-_BUFFERS_BESIDE = (2, 3)
-_MOST_BUFFERS = (max(fields_of(Residency)["num_staging_buffers"].tried),)
 # Other meshes whose best plan is bounded for the report.
 _NUM_RIVALS = 3
 _IN_ORDER = attrgetter("sort_key")
@@ -512,18 +509,7 @@ class _Search:
 
     def _with_resident_blocks(self, whole: Candidate) -> Iterator[Candidate]:
         """Yield offloaded plans with as many blocks on the device as it has space for, beside few staging buffers."""
-        plan = whole.plan
-        buffers: tuple[int, ...] = (plan.residency.num_staging_buffers,)
-        if self._request.config.residency.given("num_staging_buffers") is None:
-            # A buffer more is a block less that stays. Plans that differ in buffers have these in common.
-            buffers = _BUFFERS_BESIDE if buffers == _MOST_BUFFERS else ()
-        if not may_keep_blocks(self._request, plan):
-            return
-        for num_buffers in buffers:
-            residency = plan.residency.model_copy(update={"num_staging_buffers": num_buffers})
-            found = most_resident(plan.model_copy(update={"residency": residency}), self._bounds.left_bytes)
-            if found is not None:
-                yield self._candidate(found)
+        yield from map(self._candidate, mixtures(self._request, whole.plan, self._bounds.left_bytes))
 
     def _with_disks(self, whole: Candidate) -> Iterator[Candidate]:
         """Yield a plan with blocks on drives where host memory lacks space for all, as few as can be."""
@@ -574,9 +560,7 @@ class _Search:
     def _simulate_leaner(self) -> None:
         """Simulate what is as fast as the best with fewer blocks on the device, the fewest of all."""
         best, _ = self.ranked()
-        most = best.plan.residency.num_resident_blocks
-        if most is None or not may_keep_blocks(self._request, best.plan):
-            return
+        most = num_kept(self._request, best.plan)
         made: dict[int, Candidate] = {}
 
         def is_as_fast(num_blocks: int) -> bool:
@@ -585,7 +569,7 @@ class _Search:
             return not candidate.missing and made[num_blocks].seconds <= best.seconds * (1 + ALIKE)
 
         # Each block more that stays is copies less.
-        fewest = 1 + bisect_left(range(1, most), True, key=is_as_fast)
+        fewest = 1 + bisect_left(range(1, max(1, most)), True, key=is_as_fast)
         if fewest < most:
             self.simulated.append(made[fewest])
 

@@ -139,8 +139,8 @@ def _line(costs: Costs, pipeline: PlacedPipeline, batch: int) -> tuple[float, fl
 
     def taken(num_sequences: int) -> float:
         mesh = Mesh(data=2, num_sequences=(num_sequences, 1))
-        found = costs.seconds(replace(pipeline, mesh=mesh))
-        return float(found.once.sum()) + pipeline.num_eval_points * float(found.forward.sum())
+        seconds = costs.seconds(replace(pipeline, mesh=mesh))
+        return float(seconds.once.sum()) + pipeline.num_eval_points * float(seconds.forward.sum())
 
     one_s, all_s = taken(1), taken(batch)
     each_s = (all_s - one_s) / max(1, batch - 1)
