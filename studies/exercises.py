@@ -150,7 +150,8 @@ def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
         raise ZosimError(
             f"there is no Python file {solution}", hint="copy the exercise's stub.py and fill it in"
         )
-    given = _imports(ast.parse((_ROOT / "studies" / (stub or study) / "stub.py").read_text(encoding="utf-8")))
+    stub = stub or study
+    given = _imports(ast.parse((_ROOT / "studies" / stub / "stub.py").read_text(encoding="utf-8")))
     for line, used in _not_allowed(solution, {(module, name) for _, module, name in given}):
         raise ZosimError(
             f"{solution} line {line} uses {used}, which a solution may not",
@@ -159,7 +160,7 @@ def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
     entry = "import sys; sys.path.insert(0, sys.argv[1]); from studies.exercises import _confined; _confined(*sys.argv[2:])"
     with tempfile.TemporaryDirectory(prefix="zosim-exercise-") as folder:
         # Isolated: no site of the user, no PYTHON* variables, no current directory on the path.
-        command = [sys.executable, "-I", "-c", entry, str(_ROOT), study, str(solution.resolve())]
+        command = [sys.executable, "-I", "-c", entry, str(_ROOT), study, stub, str(solution.resolve())]
         try:
             done = subprocess.run(
                 command, cwd=folder, capture_output=True, text=True, timeout=MAX_SECONDS, check=False
@@ -212,8 +213,10 @@ def _not_allowed(path: Path, given: Collection[tuple[str, str]]) -> Iterator[tup
             yield node.lineno, node.attr
 
 
-def _confined(study: str, solution: str) -> None:
+def _confined(study: str, stub: str, solution: str) -> None:
     """Try a solution in this process, which is confined for good, and write the verdict to standard output."""
+    # What a unit takes from a page's exercise is imported now: a confined process has no temporary files, which torch wants.
+    import_module(f"studies.{stub.replace('/', '.')}.exercise")
     exercise = import_module(f"studies.{study}.exercise")
     written, sys.stdout = sys.stdout, sys.stderr
     _limit_resources()
