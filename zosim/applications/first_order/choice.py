@@ -271,7 +271,15 @@ def choose_order(
 def compare_first_order(
     decision: Decision, *, zeroth_order_steps: int | None = None, first_order_steps: int | None = None
 ) -> Decision:
-    """Return a decision that shows the comparison of :func:`choose_order`, and has it as `compared`: in notebooks, JSON and reports."""
+    """Return a decision with the comparison of :func:`choose_order`, which notebooks, JSON and reports then show.
+
+    Parameters
+    ----------
+    decision : Decision
+        From :func:`zosim.api.plan`.
+    zeroth_order_steps, first_order_steps : int, optional
+        Numbers of steps to the same target, with which both are compared by time and money.
+    """
     choice = choose_order(
         decision, zeroth_order_steps=zeroth_order_steps, first_order_steps=first_order_steps
     )
