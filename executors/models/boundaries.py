@@ -85,7 +85,7 @@ class _TensorForm(NamedTuple):
 
 
 @dataclass
-class Boundaries:
+class ForwardCalls:
     """The calls of a model's forward, and which of their tensors are needed behind each.
 
     Attributes
@@ -140,13 +140,13 @@ class PassedTensors:
 
     Parameters
     ----------
-    boundaries : Boundaries
+    boundaries : ForwardCalls
         Of the model.
     device : torch.device
         Where the forward computes.
     """
 
-    def __init__(self, boundaries: Boundaries, device: torch.device) -> None:
+    def __init__(self, boundaries: ForwardCalls, device: torch.device) -> None:
         self._boundaries, self._device = boundaries, device
         self._shapes: list[list[torch.Size]] = []
         self._kept: dict[Leaf, Tensor] = {}
@@ -154,7 +154,7 @@ class PassedTensors:
         self._has_begun = False
 
     @classmethod
-    def received(cls, boundaries: Boundaries, block: int, data: Tensor) -> tuple[PassedTensors, int]:
+    def received(cls, boundaries: ForwardCalls, block: int, data: Tensor) -> tuple[PassedTensors, int]:
         """Return what a message says that left the stage which ends behind `block`, and the bytes of the message.
 
         Raises
@@ -310,7 +310,7 @@ def answering(
 
 def watched(
     model: nn.Module, blocks: Sequence[nn.Module], run: Callable[[], Any]
-) -> tuple[Boundaries, Callable[[int], list[Tensor]]]:
+) -> tuple[ForwardCalls, Callable[[int], list[Tensor]]]:
     """Run a model's forward, and return its boundaries, and of a call the tensors that are needed behind it."""
     watch = _Watch(model, blocks)
     with watch.watching():
@@ -328,7 +328,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self._blocks = blocks
-        self.boundaries = Boundaries(front_of(model, blocks))
+        self.boundaries = ForwardCalls(front_of(model, blocks))
         self.made: list[list[Tensor]] = []
         self._sources: dict[int, set[Leaf]] = {}
         self._kept: list[Tensor] = []  # or their memory would be another's
@@ -363,11 +363,11 @@ class _Watch(TorchDispatchMode):
 
     def sources_of(self, tree: Any) -> set[Leaf]:
         """Return the tensors of calls that those in a tree are made of."""
-        found: set[Leaf] = set()
+        sources: set[Leaf] = set()
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
-                found |= self._sources.get(_memory(leaf), set())
-        return found
+                sources |= self._sources.get(_memory(leaf), set())
+        return sources
 
     def _is_in_arguments(self, leaf: Leaf, args: Sequence[Any]) -> bool:
         return bool(args) and isinstance(args[0], Tensor) and _memory(args[0]) == _memory(self._made(leaf))

@@ -35,7 +35,7 @@ from costmodel.models.model_spec import (
 from executors.labels import IGNORED_LABEL
 from executors.low_bits.stored import DenseTensor
 from executors.models.blocks import UnsplitError, fills_masks, linears_of, refuse_unsupported
-from executors.models.boundaries import Boundaries, PassedTensors, watched
+from executors.models.boundaries import ForwardCalls, PassedTensors, watched
 from executors.models.halves import Halfway, HalvedBlock, as_tensor, normalises_last
 from executors.models.host_mirrors import host_mirrors
 from executors.models.parameters import NamedTensor, absent, are_same, named_tensors
@@ -264,7 +264,7 @@ class SegmentedModel:
         batches = {(size, num): self._few_tokens(size, num) for size in (1, 2) for num in LENGTHS}
         known += [tensor for batch in batches.values() for tensor in batch.values()]
         with torch.no_grad(), self.format():
-            found = peaks_of_segments(
+            peaks = peaks_of_segments(
                 self._separate_blocks(), lambda *sizes: self.model(**batches[sizes], use_cache=False), known
             )
         return tuple(
@@ -272,7 +272,7 @@ class SegmentedModel:
                 (-(-once // width), -(-tokens // width), -(-pairs // width))
                 for once, tokens, pairs in moments
             )
-            for moments in found
+            for moments in peaks
         )
 
     def _separate_blocks(self) -> Sequence[nn.Module]:
@@ -607,7 +607,7 @@ class SuspendedModel(UnsplitModel):
         Why its blocks cannot be run without it.
     """
 
-    boundaries: Boundaries | None = None
+    boundaries: ForwardCalls | None = None
 
     def embed(self, batch: Batch, cache: StepCache) -> Handed:
         """Return the model's forward, suspended at its first block."""
@@ -657,13 +657,13 @@ class SuspendedModel(UnsplitModel):
             with torch.no_grad():
                 self.boundaries, _ = self._watched(batch)
                 self.boundaries.end_at(blocks)
-                found = self._tried(batch, self._segments_of, blocks)
+                staged = self._tried(batch, self._segments_of, blocks)
                 whole = self._run_model(batch, labels=batch["labels"])
         except _FAILURES as error:
             raise UnsplitError(
                 self.model, f"on stages, {str(error)[:300] or type(error).__name__}"
             ) from error
-        if not are_same((found.logits, found.loss), (whole.logits, whole.loss)):
+        if not are_same((staged.logits, staged.loss), (whole.logits, whole.loss)):
             raise UnsplitError(
                 self.model, "a stage needs more of those before it than what blocks and modules return"
             )
@@ -678,20 +678,20 @@ class SuspendedModel(UnsplitModel):
         """Return the numbers that go on behind each segment but the head, of a batch of one sequence."""
         boundaries, needed_behind = self._watched(batch)
         width = self.tensors[0].values.element_size()
-        found = []
+        counts = []
         for block in (None, *range(len(self.blocks))):
             call = boundaries.last_call(block)
             tensors = needed_behind(call)
             # Whole numbers take as much as they do beside numbers of two bytes, and so does the rest of a message.
             sizes = [one.nbytes // (width if one.is_floating_point() else 2) for one in tensors]
             rest = boundaries.overhead_bytes(call, len(tensors)) // 2
-            found.append(sum(sizes) + rest)
-        return found
+            counts.append(sum(sizes) + rest)
+        return counts
 
     def _separate_blocks(self) -> Sequence[nn.Module]:
         return self.blocks
 
-    def _watched(self, batch: Batch) -> tuple[Boundaries, Callable[[int], list[Tensor]]]:
+    def _watched(self, batch: Batch) -> tuple[ForwardCalls, Callable[[int], list[Tensor]]]:
         return watched(self.model, self.blocks, lambda: self._run_model(batch, labels=batch["labels"]))
 
     def block(self, index: int, handed: Handed, cache: StepCache, **more: Any) -> Handed:
@@ -723,10 +723,10 @@ class SuspendedModel(UnsplitModel):
                 self.segments = segments_of(len(self.blocks), ())
                 reads, whole = self._reads_of_forward(batch)
                 segments = self._read_segments(reads)
-                found = self._tried(batch, segments)
+                staged = self._tried(batch, segments)
         except _FAILURES as error:
             raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
-        if not are_same((found.logits, found.loss), (whole.logits, whole.loss)):
+        if not are_same((staged.logits, staged.loss), (whole.logits, whole.loss)):
             raise UnsplitError(self.model, "its segments read more weights than their own")
         # Of a table that the head reads, too, the embedding reads the rows of the batch's tokens.
         is_tied = any(

@@ -89,19 +89,21 @@ def measure_routing(model: nn.Module, batches: Sequence[Batch]) -> tuple[ModelSp
     spec = spec_of_model(model)
     if spec.experts is None:
         raise ModelError(f"the blocks of {spec.name} have no experts", hint="leave --experts out")
-    with _watched(model, spec.experts.num_experts) as visits, torch.no_grad():
+    with _watched(model, spec.experts.num_experts) as token_counts, torch.no_grad():
         for batch in batches:
             model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    if not any(visits):
+    if not any(token_counts):
         message = f"{type(model).__name__} does not tell its experts' modules which tokens visit them"
         raise ModelError(message, hint="plan without measured shares, which counts them as even")
-    rows = [_shares(own) if own else ((), ()) for own in visits]
+    rows = [_shares(own) if own else ((), ()) for own in token_counts]
     experts = spec.experts.model_copy(
         update={"shares": tuple(row for row, _ in rows), "share_errors": tuple(row for _, row in rows)}
     )
     num_tokens = batches[0]["input_ids"].numel()
     resident = spec.experts.num_experts // 4
-    blocks = [_report(experts, block, own, num_tokens, resident) for block, own in enumerate(visits) if own]
+    blocks = [
+        _report(experts, block, own, num_tokens, resident) for block, own in enumerate(token_counts) if own
+    ]
     num_sequences = sum(len(batch["input_ids"]) for batch in batches)
     return spec.model_copy(update={"experts": experts}), RoutingReport(
         num_sequences, num_tokens, resident, blocks
@@ -112,7 +114,7 @@ def measure_routing(model: nn.Module, batches: Sequence[Batch]) -> tuple[ModelSp
 def _watched(model: nn.Module, num_experts: int) -> Iterator[list[list[Tensor]]]:
     """Yield a list for each block that receives the visits (sequences, experts) of every batch while the model runs."""
     blocks = find_blocks(model)
-    visits: list[list[Tensor]] = [[] for _ in blocks]
+    token_counts: list[list[Tensor]] = [[] for _ in blocks]
     num_sequences = 1
 
     def enter(_model: nn.Module, _args: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -136,19 +138,19 @@ def _watched(model: nn.Module, num_experts: int) -> Iterator[list[list[Tensor]]]
     hooks = [model.register_forward_pre_hook(enter, with_kwargs=True)]
     hooks += [
         module.register_forward_pre_hook(watch(own), with_kwargs=True)
-        for own, block in zip(visits, blocks, strict=True)
+        for own, block in zip(token_counts, blocks, strict=True)
         for module in experts_of(block)
     ]
     try:
-        yield visits
+        yield token_counts
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _shares(visits: Sequence[Tensor]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _shares(token_counts: Sequence[Tensor]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the share of the visits that each expert gets, and its standard error over sequences."""
-    by_sequence = torch.cat(list(visits))
+    by_sequence = torch.cat(list(token_counts))
     shares = by_sequence / by_sequence.sum(1, keepdim=True)
     mean = shares.mean(0)
     spread = shares.std(0) if len(shares) > 1 else (mean * (1 - mean)).sqrt()
@@ -156,9 +158,9 @@ def _shares(visits: Sequence[Tensor]) -> tuple[tuple[float, ...], tuple[float, .
 
 
 def _report(
-    experts: Experts, block: int, visits: Sequence[Tensor], num_tokens: int, num_resident: int
+    experts: Experts, block: int, token_counts: Sequence[Tensor], num_tokens: int, num_resident: int
 ) -> BlockRouting:
-    counts = torch.stack([own.sum(0) for own in visits])
+    counts = torch.stack([own.sum(0) for own in token_counts])
     return BlockRouting(
         block,
         max(experts.shares[block]),

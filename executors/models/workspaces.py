@@ -72,12 +72,12 @@ def _largest(*lengths: list[int]) -> tuple[ElementsPerSequence, ...]:
     """Return those of the moments' polynomials that no other is above throughout."""
     if len({len(moments) for moments in lengths}) > 1:
         lengths = tuple([max(moments, default=0)] for moments in lengths)
-    found = {elements_per_sequence(*counts) for counts in set(zip(*lengths, strict=True))}
+    polynomials = {elements_per_sequence(*counts) for counts in set(zip(*lengths, strict=True))}
     return tuple(
         sorted(
             one
-            for one in found
-            if not any(other != one and all(map(int.__ge__, other, one)) for other in found)
+            for one in polynomials
+            if not any(other != one and all(map(int.__ge__, other, one)) for other in polynomials)
         )
     )
 
