@@ -88,7 +88,7 @@ def measured_rows(num_rounds: int, batch: int, seq: int) -> list[Row]:
 
 
 def _beside_others(rows: Sequence[Row]) -> Table:
-    ratios = {row.case: row.measured / row.predicted for row in rows}
+    ratios = {row.case: row.measured / row.predicted for row in rows if row.measured and row.predicted}
     usual = median(ratios.values())
     lines = [(case, f"{ratio:.2f}", f"{ratio / usual - 1:+.1%}") for case, ratio in ratios.items()]
     columns = ("case", "measured / predicted", "against the median")

@@ -44,6 +44,7 @@ def test_the_page_is_made_of_the_results_beside_it():
     every = {way: num / count for way, (num, count) in shares(found).items()}
     assert every["resident"] >= 0.98
     assert every["offload"] >= 0.95
+    assert every["stages"] >= 0.95
 
 
 @pytest.mark.parametrize("family", ["gpt2", "jamba", "gemma3"])
