@@ -259,6 +259,18 @@ class BlockBounder:
         }
 
 
+def with_few_blocks(plan: Plan) -> Plan:
+    """Return a plan with as many blocks as tell all that blocks do to each other; itself where that is not known.
+
+    A block meets those beside it, and those in its staging buffer.
+    """
+    num_blocks = 2 * plan.residency.num_staging_buffers + 1
+    is_plain = plan.num_stages == 1 and not plan.split_points and not plan.uses_disks
+    if not is_plain or num_blocks >= plan.model.num_blocks or shortest(plan.model) is plan.model:
+        return plan
+    return plan.model_copy(update={"model": with_blocks(plan.model, range(num_blocks))})
+
+
 def _role(plan: Plan, rank: int) -> Hashable:
     """Return what decides what a rank does, apart from the number of staging buffers and where single blocks live.
 

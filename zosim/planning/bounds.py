@@ -83,10 +83,13 @@ class _RankClasses:
         A rank of each class: classes differ in what they do, or in their machines otherwise than by names.
     hosts : mapping of str to tuple of (int, int)
         Ranks with their classes, for one host of each class.
+    pipelines : tuple of tuple of int
+        One of each that is made of other classes.
     """
 
     ranks: tuple[int, ...]
     hosts: dict[str, tuple[tuple[int, int], ...]]
+    pipelines: tuple[tuple[int, ...], ...]
 
 
 class Bounds:
@@ -122,9 +125,10 @@ class Bounds:
         return Bound(
             max(
                 longest.period_s,
-                self._bounder.pipeline_s(plan, plan.mesh.pipelines[0], machines)
-                if plan.num_stages > 1
-                else 0.0,
+                *(
+                    self._bounder.pipeline_s(plan, pipeline, machines)
+                    for pipeline in (classes.pipelines if plan.num_stages > 1 else ())
+                ),
                 self._shared_s(plan, classes, block_bounds),
             ),
             longest.num_instructions,
@@ -232,7 +236,13 @@ class Bounds:
                 for rank, rank_class in members
             )
             alike.setdefault(built, host)
-        return _RankClasses(tuple(ranks), {host: tuple(on_host[host]) for host in alike.values()})
+        class_of = dict(member for members in on_host.values() for member in members)
+        unlike = {tuple(map(class_of.__getitem__, each)): each for each in reversed(plan.mesh.pipelines)}
+        return _RankClasses(
+            tuple(ranks),
+            {host: tuple(on_host[host]) for host in alike.values()},
+            tuple(reversed(unlike.values())),
+        )
 
     def _shared_s(self, plan: Plan, classes: _RankClasses, block_bounds: Sequence[BlockBound]) -> float:
         """Return the seconds that the fullest resource of any host is busy in a step."""

@@ -22,7 +22,7 @@ from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
 from zosim.lowering import lower_all
-from zosim.planning.block_bound import BlockBounder
+from zosim.planning.block_bound import BlockBounder, with_few_blocks
 from zosim.planning.bounds import Bound, Bounds
 from zosim.planning.disks import fewest_on_disk, keeping, may_keep_blocks, may_use_disks, mixtures, num_kept
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
@@ -37,7 +37,6 @@ from zosim.plans import AXES, INSIDE, Mesh, Plan, Residency, fields_of
 from zosim.program.validate_set import validate_set
 from zosim.report import frame
 from zosim.simulators.assembly import without_garbage_collection
-from zosim.simulators.shortening import with_few_blocks
 
 if TYPE_CHECKING:
     from zosim.report import Report
