@@ -49,7 +49,7 @@ from zosim.planning.footprint import Footprint, footprint_of
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction, Stream
-from zosim.program.operations import Collective, Forward, Recv, Send
+from zosim.program.operations import Cast, Collective, Forward, Recv, Send
 from zosim.simulators.shortening import NUM_BLOCKS, shortened_stages, shortest, with_blocks
 
 _STAGING_ROLES = ("staging buffers", "transfer buffers")
@@ -266,6 +266,7 @@ def with_few_blocks(plan: Plan) -> Plan:
     """
     num_blocks = 2 * plan.residency.num_staging_buffers + 1
     is_plain = plan.num_stages == 1 and not plan.split_points and not plan.uses_disks
+    is_plain = is_plain and plan.residency.num_resident_blocks is None
     if not is_plain or num_blocks >= plan.model.num_blocks or shortest(plan.model) is plan.model:
         return plan
     return plan.model_copy(update={"model": with_blocks(plan.model, range(num_blocks))})
@@ -379,7 +380,8 @@ class _TwoBlocks:
             for execution, own in zip(self.executions, seconds, strict=True)
             for item, alone_s in zip(execution.instructions, own, strict=True)
             if item.stream == Stream.COMPUTE
-            and item.label != "forward"
+            # A block that stays on the device is not cast.
+            and not isinstance(item.op, Forward | Cast)
             and _block_number(item.segment) is not None
         )
 
