@@ -60,13 +60,17 @@ def fewest_on_disk(plan: Plan, fits: Callable[[Plan], bool]) -> Plan | None:
     return spilled(counts[index]) if index < num_blocks else None
 
 
-def may_keep_blocks(request: Request, plan: Plan) -> bool:
-    """Whether the request leaves it open where blocks live, so that some of an offloaded plan may stay on the device."""
+def may_mix(request: Request) -> bool:
+    """Whether the request leaves it open where blocks live, so that some may stay on the device while others move."""
     given = request.config.residency.given
     is_open = given("blocks") is None and given("num_resident_blocks") is None
-    # ZO2 offloads all blocks. Stages would need a number each, and on a CPU both memories are one.
-    is_open = is_open and request.config.search.method != "zo2" and not request.hardware.is_on_cpus
-    return is_open and plan.is_offloaded and plan.num_stages == 1
+    # ZO2 offloads all blocks, and on a CPU both memories are one.
+    return is_open and request.config.search.method != "zo2" and not request.hardware.is_on_cpus
+
+
+def may_keep_blocks(request: Request, plan: Plan) -> bool:
+    """Whether some blocks of an offloaded plan may stay on the device: stages would need a number each."""
+    return may_mix(request) and plan.is_offloaded and plan.num_stages == 1
 
 
 def keeping(plan: Plan, num_blocks: int) -> Plan:

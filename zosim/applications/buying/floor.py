@@ -12,6 +12,7 @@ from math import inf
 
 from topology.units import format_bytes
 from zosim.hardware.machine import Machine
+from zosim.planning.disks import may_mix
 from zosim.planning.request import Request
 from zosim.planning.space import pipeline_of
 from zosim.planning.split_search import Costs, PlacedPipeline
@@ -47,7 +48,8 @@ def floor(request: Request) -> Floor:
     ``k = ceil(K/p)`` points of ``ceil(B/d)`` sequences: the first through all stages, each other one a stage later, which takes
     ``F (1 + (k - 1) / s)`` or more; and the fullest stage computes for ``(k F + (k + 1) P) / s`` or more, where ``P`` is one pass
     that reads and writes the blocks, for every point and the update. Weights stay on devices if an ``s``-th of them fits.
-    Otherwise every block is read from host memory and written back once a step, and a device uploads an ``n``-th of them or more.
+    Otherwise every block that no device has space for is read from host memory and written back once a step, and a device uploads
+    an ``n``-th of them or more.
     Where weights may lose bits nothing is said, since they may then be of any size.
     """
     search = request.config.search
@@ -66,11 +68,13 @@ def floor(request: Request) -> Floor:
         request.host_limit_bytes(tuple(listed)) + _disk_bytes(request, tuple(listed))
         for listed in hosts.values()
     )
-    may_offload = "offloaded" in request.blocks and block_bytes <= host_bytes
+    # Some blocks may stay on the device where others move.
+    moved_bytes = max(0.0, block_bytes - device_bytes) if may_mix(request) else block_bytes
+    may_offload = "offloaded" in request.blocks and moved_bytes <= host_bytes
     memories = {topology.host_memory(device).id for device in devices}
     moved_s = max(
-        min(block_bytes / num_devices / _upload_rate(each.machines[0]) for each in pipelines),
-        2 * block_bytes / sum(topology.node(memory).bandwidth_bytes_per_s for memory in memories),
+        min(moved_bytes / num_devices / _upload_rate(each.machines[0]) for each in pipelines),
+        2 * moved_bytes / sum(topology.node(memory).bandwidth_bytes_per_s for memory in memories),
     )
     least_s, stages = inf, 1
     for mesh in _meshes(request, num_devices):
@@ -83,7 +87,7 @@ def floor(request: Request) -> Floor:
         return Floor(least_s)
     lacking = {"devices": total_bytes - stages * device_bytes}
     if "offloaded" in request.blocks:
-        lacking["host memory and drives"] = block_bytes - host_bytes
+        lacking["host memory and drives"] = moved_bytes - host_bytes
     where, missing_bytes = min(lacking.items(), key=lambda item: item[1])
     return Floor(
         inf,
