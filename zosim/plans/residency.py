@@ -179,7 +179,7 @@ class Residency(Axis):
             yield from self._conflicts_of_shares(plan)
 
     def offloaded(self, block: int, num_blocks: int) -> int | None:
-        """Return the number of a block among those that do not stay on the device, of a model with so many blocks.
+        """Return the number of block `block` of `num_blocks` among those that do not stay on the device; None if it stays.
 
         Examples
         --------
@@ -194,11 +194,11 @@ class Residency(Axis):
         )
 
     def num_offloaded(self, num_blocks: int) -> int:
-        """Return how many blocks of a model with so many do not stay on the device."""
+        """Return how many of `num_blocks` blocks do not stay on the device."""
         return 0 if self.blocks == "resident" else max(0, num_blocks - (self.num_resident_blocks or 0))
 
     def on_disk(self, block: int, num_blocks: int) -> int | None:
-        """Return the number of a block among those on a drive, of a model with so many blocks; None where it is not on one.
+        """Return the number of block `block` of `num_blocks` among those on a drive; None if it is not on one.
 
         Examples
         --------
