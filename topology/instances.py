@@ -218,8 +218,8 @@ class _Assembly:
         if instance.nvlinks == "switch":
             join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
         elif instance.nvlinks == "cube-mesh":
-            for first, second, num_links in _CUBE_MESH:
-                builder.join(names[first], names[second], nvlink_type(gpu.nvlink.generation), num_links)
+            for one, other, num_links in _CUBE_MESH:
+                builder.join(names[one], names[other], nvlink_type(gpu.nvlink.generation), num_links)
         else:
             for first, second in zip(names[::2], names[1::2], strict=False):
                 builder.join(first, second, nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)

@@ -391,6 +391,14 @@ def _bought(requested, *more):
     return result.stdout
 
 
+@pytest.mark.slow
+def test_what_lacks_least_is_named_where_nothing_fits():
+    """Of a desktop with two cards one copy of the weights in its memory lacks less than two."""
+    one, two = (offers_of(market(model="opt-66b"), "rtx4090-2x", counts=(num,))[1][-1] for num in (1, 2))
+    assert two.payments == ("rent", "own")
+    assert two.needs[0].least <= one.needs[0].least
+
+
 def test_an_assumed_bandwidth_widens_the_closed_form():
     """Of a machine whose host's memory limits copies, and that states nothing of its channels."""
     chosen = job(model="opt-66b")
@@ -446,8 +454,11 @@ def test_a_search_that_plans_few_machines_finds_what_planning_all_finds(by, limi
 def test_no_plan_takes_less_than_the_floor(model):
     """Neither in time, nor in memory; of one device and of several, with blocks that stay and that move."""
     chosen = market(model=model)
-    for way in chosen.ways(machines_named(("dgx-h100", "rtx4090-2x")), (1, 2)):
-        request, least = chosen.job.request(way.name, way.topology, way.num_devices), chosen.floor(way)
+    for option in chosen.options(machines_named(("dgx-h100", "rtx4090-2x")), (1, 2)):
+        request, least = (
+            chosen.job.request(option.name, option.topology, option.num_devices),
+            chosen.floor(option),
+        )
         listed = candidates(request, chosen.job.bounder)
         if least.missing:
             assert listed[0].missing

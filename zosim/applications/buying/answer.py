@@ -305,17 +305,17 @@ def buy(
     by_name = dict(machines_named(list(table.machines) if machines is None else _names(machines)))
     search = OfferSearch(market, by_name.items(), _counts(count), max(offers, simulate, explain))
     search.run(simulate)
-    found = search.listed
+    listed = search.listed
     # Of a machine that is offered twice, for rent and to own, the first stands for both.
-    once = {id(offer.machine): offer for offer in reversed(found)}
-    explained = [offer for offer in found if once[id(offer.machine)] is offer][:explain]
+    once = {id(offer.machine): offer for offer in reversed(listed)}
+    explained = [offer for offer in listed if once[id(offer.machine)] is offer][:explain]
     return Answer(
         market,
-        tuple(found),
-        tuple(item for item in search.refused if item.way is None),
-        tuple(limiter(job, offer.machine) for offer in found),
+        tuple(listed),
+        tuple(item for item in search.refused if item.option is None),
+        tuple(limiter(job, offer.machine) for offer in listed),
         tuple(
-            (offer, effects(market, offer, found), memory_thresholds(offer.machine)) for offer in explained
+            (offer, effects(market, offer, listed), memory_thresholds(offer.machine)) for offer in explained
         ),
         shortfall(search, by_name),
         seen,

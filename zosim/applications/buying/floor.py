@@ -78,8 +78,8 @@ def floor(request: Request) -> Floor:
     )
     least_s, stages = inf, 1
     for mesh in _meshes(request, num_devices):
-        stages = max(stages, mesh.stage)
-        stays = total_bytes <= mesh.stage * device_bytes
+        stages = max(stages, _num_stages(mesh))
+        stays = total_bytes <= _num_stages(mesh) * device_bytes
         if stays or may_offload:
             seconds = min(_step_s(replace(each, mesh=mesh), costs, block_bytes) for each in pipelines)
             least_s = min(least_s, seconds if stays else max(seconds, moved_s))
@@ -131,11 +131,15 @@ def _meshes(request: Request, num_devices: int) -> Iterator[Mesh]:
 
 def _step_s(pipeline: PlacedPipeline, costs: Costs, block_bytes: int) -> float:
     """Return the seconds of a step through stages of an equal part of the model each."""
-    points, stages = pipeline.num_eval_points, pipeline.mesh.stage
+    points, stages = pipeline.num_eval_points, _num_stages(pipeline.mesh)
     forward_s = float(costs.seconds(pipeline).forward.sum())
     profile, passes_s = pipeline.machines[0].profile, 0.0
     # A CPU's caches, and points as adapters, spare passes over memory.
-    if profile.device_type == "gpu" and pipeline.plan.weights.perturbation != "adapters":
+    if profile.device_type == "gpu" and not pipeline.plan.perturbs_by_adapters:
         bandwidth = profile.values("central")["param_pass_bandwidth"]
         passes_s = (points + 1) * 2 * block_bytes / bandwidth
     return max(forward_s * (1 + (points - 1) / stages), (points * forward_s + passes_s) / stages)
+
+
+def _num_stages(mesh: Mesh) -> int:
+    return len(mesh.pipelines[0])

@@ -85,7 +85,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Way:
+class MachineOption:
     """Some devices of a machine, and ways to pay in which a job has the same of it.
 
     Attributes
@@ -138,7 +138,7 @@ class Refusal:
         Ways to pay that this is said of.
     machine : PricedMachine or None
         With its best plan, where there is one.
-    way : Way or None
+    option : MachineOption or None
         Where it was not planned, so that `needs` are the least that it can be.
     """
 
@@ -148,7 +148,7 @@ class Refusal:
     remedy: str = ""
     payments: tuple[Payment, ...] = ()
     machine: PricedMachine | None = None
-    way: Way | None = None
+    option: MachineOption | None = None
 
     @property
     def reason(self) -> str:
@@ -181,7 +181,9 @@ class Market:
     by: RankBy = "money"
     pay: Payment | Term | None = None
 
-    def ways(self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int]) -> Iterator[Way]:
+    def options(
+        self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int]
+    ) -> Iterator[MachineOption]:
         """Yield each machine with numbers of its devices, and the ways to pay in which a job has the same of it.
 
         `counts` are in ascending order.
@@ -199,21 +201,29 @@ class Market:
                     is_part = "own" not in payments and self._is_share(name, topology, count)
                     # Who pays for all of it loses nothing by being allowed more devices, but perhaps energy.
                     if is_part or count == tried[-1] or self.by == "energy":
-                        yield Way(
+                        yield MachineOption(
                             name, share_of(topology, count) if is_part else topology, count, tuple(payments)
                         )
 
-    def floor(self, way: Way) -> Floor:
+    def floor(self, option: MachineOption) -> Floor:
         """Return the least that a step takes there; nothing where that cannot be asked for."""
         try:
-            return floor(self.job.request(way.name, way.topology, way.num_devices))
+            return floor(self.job.request(option.name, option.topology, option.num_devices))
         except PlanError:
             return Floor(0.0)
 
-    def at_least(self, way: Way, step_s: float) -> list[Offer]:
+    def at_least(self, option: MachineOption, step_s: float) -> list[Offer]:
         """Return the offers of a machine as if a step took so long, with the least power."""
         return self.priced(
-            PricedMachine(way.name, way.topology, 1, way.num_devices, way.payments, (), Range.exactly(step_s))
+            PricedMachine(
+                option.name,
+                option.topology,
+                1,
+                option.num_devices,
+                option.payments,
+                (),
+                Range.exactly(step_s),
+            )
         )
 
     def _together(self, name: str, topology: Topology, count: int) -> list[Collection[Payment]]:
@@ -236,9 +246,9 @@ class Market:
         rents = self.prices.machine(name).rent_per_hour
         return any(rent.per == "device" for rent in rents) and count < len(topology.compute_devices)
 
-    def planned(self, way: Way) -> PricedMachine | Refusal:
+    def planned(self, option: MachineOption) -> PricedMachine | Refusal:
         """Return a machine with its best placement by the closed form, or why it is no offer."""
-        name, topology, count, payments = way.name, way.topology, way.num_devices, way.payments
+        name, topology, count, payments = option.name, option.topology, option.num_devices, option.payments
         try:
             listed = candidates(self.job.request(name, topology, count), self.job.bounder)
         except PlanError as error:
@@ -249,12 +259,9 @@ class Market:
             )
             return Refusal(name, count, (Need("plan", description),), payments=payments)
         if listed[0].missing:
-            # The placement that comes closest, as if it had the memory: time and money may lack as well.
-            listed = [
-                min(
-                    listed, key=lambda c: (c.footprints.largest.device_bytes, c.footprints.fullest.size_bytes)
-                )
-            ]
+            # The placement that lacks least, as if it had the memory: time and money may lack as well.
+            # A host's memory can be added to, a device's not.
+            listed = [min(listed, key=lambda c: ("of device memory" in c.missing, c.bound.missing_bytes))]
         best = listed[0]
         step_s = (
             Range.exactly(best.bound.seconds) if best.missing else interval(self.job, name, topology, best)
@@ -267,14 +274,14 @@ class Market:
         remedy = f"with that memory it takes {plain(hours)} hours" if best.missing else ""
         return Refusal(name, count, tuple(needs), remedy, payments, machine) if needs else machine
 
-    def hopeless(self, way: Way, least: Floor) -> Refusal:
+    def hopeless(self, option: MachineOption, least: Floor) -> Refusal:
         """Return that the weights alone do not fit a machine, or that it has no price as asked."""
         need = (
             Need("memory", least.missing, least.missing_bytes)
             if least.missing
             else Need("way", self._no_price)
         )
-        return Refusal(way.name, way.num_devices, (need,), payments=way.payments, way=way)
+        return Refusal(option.name, option.num_devices, (need,), payments=option.payments, option=option)
 
     def _lacking(self, candidate: Candidate) -> Iterator[Need]:
         if candidate.missing:

@@ -13,7 +13,7 @@ from typing import Any
 
 from topology.graph import Topology
 from zosim.applications.buying.machine import PricedMachine, simulated
-from zosim.applications.buying.offers import Market, Offer, Refusal, Way
+from zosim.applications.buying.offers import MachineOption, Market, Offer, Refusal
 from zosim.console import progress
 
 Key = Callable[[Offer], Any]
@@ -40,7 +40,7 @@ class OfferSearch:
         By the closed form, or simulated.
     refused : list of Refusal
         Machines that are no offer, by their plans or by the size of the weights alone.
-    waiting : dict of int to (Way, list of Offer)
+    waiting : dict of int to (MachineOption, list of Offer)
         Machines that were not planned, with their least costs, by their position.
 
     Raises
@@ -56,20 +56,20 @@ class OfferSearch:
         self.num_listed = num_listed
         self.planned: list[Offer] = []
         self.refused: list[Refusal] = []
-        self.waiting: dict[int, tuple[Way, list[Offer]]] = {}
+        self.waiting: dict[int, tuple[MachineOption, list[Offer]]] = {}
         self._bar = progress()
-        ways = list(market.ways(machines, counts))
-        for number, way in enumerate(ways):
+        options = list(market.options(machines, counts))
+        for number, option in enumerate(options):
             # Few are planned at once: a plan says more of why it does not fit.
-            if len(ways) <= num_listed:
-                self.plan(way)
+            if len(options) <= num_listed:
+                self.plan(option)
                 continue
-            least = market.floor(way)
-            offers = [] if least.missing else market.at_least(way, least.step_s)
+            least = market.floor(option)
+            offers = [] if least.missing else market.at_least(option, least.step_s)
             if offers:
-                self.waiting[number] = way, offers
+                self.waiting[number] = option, offers
             else:
-                self.refused.append(market.hopeless(way, least))
+                self.refused.append(market.hopeless(option, least))
 
     @property
     def listed(self) -> list[Offer]:
@@ -93,7 +93,7 @@ class OfferSearch:
             ("memory", "the weights alone do not fit"),
             ("way", f"no price to {self.market.pay}"),
         ):
-            left_out = [item for item in self.refused if item.way is not None and item.cause == cause]
+            left_out = [item for item in self.refused if item.option is not None and item.cause == cause]
             if left_out:
                 names = ", ".join(dict.fromkeys(f"{item.name} ({item.num_devices})" for item in left_out))
                 sentences.append(f"{why}: {names}")
@@ -135,11 +135,11 @@ class OfferSearch:
                 return ranked
             self.plan(self.waiting[least[1]][0])
 
-    def plan(self, way: Way) -> None:
+    def plan(self, option: MachineOption) -> None:
         """Plan a machine, and keep its offers or why there are none."""
-        self.waiting = {number: item for number, item in self.waiting.items() if item[0] is not way}
-        self.refused = [item for item in self.refused if item.way is not way]
-        result = self.market.planned(way)
+        self.waiting = {number: item for number, item in self.waiting.items() if item[0] is not option}
+        self.refused = [item for item in self.refused if item.option is not option]
+        result = self.market.planned(option)
         if isinstance(result, Refusal):
             self.refused.append(result)
             return

@@ -39,7 +39,11 @@ def shortfall(search: OfferSearch, machines: Mapping[str, Topology]) -> tuple[st
         return ()
     counts = Counter(item.cause for item in _all_kept_out(search))
     why = ", ".join(f"{count} {_WORDS[cause]}" for cause, count in counts.most_common())
-    first = f"none of the {len(machines)} machines can do the job; {counts.total()} options fail: {why}"
+    num, of = (
+        counts.total(),
+        "the machine cannot" if len(machines) == 1 else f"none of the {len(machines)} machines can",
+    )
+    first = f"{of} do the job; {num} option{'s fail' if num > 1 else ' fails'}: {why}"
     return (first, *_remedies(search, machines))
 
 
@@ -50,8 +54,8 @@ def _all_kept_out(search: OfferSearch) -> list[Refusal]:
         *search.refused,
         *(_kept_out(market, offer) for offer in search.planned),
         *(
-            replace(_kept_out(market, offer), way=way, machine=None)
-            for way, offers in search.waiting.values()
+            replace(_kept_out(market, offer), option=option, machine=None)
+            for option, offers in search.waiting.values()
             for offer in offers
         ),
     ]
@@ -63,7 +67,9 @@ def _nearest(search: OfferSearch) -> dict[Cause, Refusal]:
         nearest: dict[Cause, Refusal] = {}
         for item in sorted(_all_kept_out(search), key=lambda item: (len(item.needs), item.needs[0].least)):
             nearest.setdefault(item.cause, item)
-        unplanned = [item.way for item in nearest.values() if item.way is not None and item.cause != "way"]
+        unplanned = [
+            item.option for item in nearest.values() if item.option is not None and item.cause != "way"
+        ]
         if not unplanned:
             return nearest
         search.plan(unplanned[0])
