@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -59,7 +60,7 @@ def warm_commands(environment: dict[str, str]) -> Iterator[Path]:
 
 
 def serve(address: str) -> None:
-    """Answer each caller with a copy of this process; in the copy, return when it has taken the caller's place."""
+    """Answer each caller with a copy of this process, which keeps the exit status of the command until it has one."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -72,12 +73,17 @@ def serve(address: str) -> None:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-    command = os.fork()
-    if command != 0:  # keeps the command's exit status until it has one
-        _, status = os.waitpid(command, 0)
-        code = os.waitstatus_to_exitcode(status)
-        caller.sendall(bytes([code if code >= 0 else 128 - code]))
-        os._exit(0)
+    # Ends without taking all that was imported apart, which is half a second of a core.
+    command = multiprocessing.get_context("fork").Process(target=run_command, args=(caller,))
+    command.start()
+    command.join()
+    code = command.exitcode or 0
+    caller.sendall(bytes([code if code >= 0 else 128 - code]))
+    os._exit(0)
+
+
+def run_command(caller: socket.socket) -> None:
+    """Take the caller's place, and do what a new Python would with its words."""
     _, files, _, _ = socket.recv_fds(caller, 1, 3)
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -91,11 +97,6 @@ def serve(address: str) -> None:
     # Those of before know whether another file could seek.
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(i, "rww"[i], closefd=False) for i in range(3))
     sys.argv[:] = [name, *arguments]
-
-
-def run_command() -> None:
-    """Do what a new Python would with these words."""
-    name, *arguments = sys.argv
     if name == "zosim":
         from zosim.cli import main
 
@@ -132,4 +133,3 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     serve(sys.argv[1])
-    run_command()
