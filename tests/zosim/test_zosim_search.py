@@ -85,6 +85,21 @@ def test_what_is_known_before_a_plan_is_written_is_no_more_than_its_bound() -> N
     assert 0.6 < max(fractions) <= 1 + 1e-9
 
 
+def test_stages_that_copy_blocks_are_bounded_by_steps_that_repeat() -> None:
+    """Their third step still takes longer than those that follow."""
+    fixed = {
+        "residency": {"blocks": "offloaded", "embedding_and_head": "offloaded", "num_staging_buffers": 6},
+        "perturbations": {"sampled_ahead": True, "kept": False},
+        "schedule": {"traversal": "blockwise", "update": "delayed"},
+        "forward": {"loss_chunk_tokens": None},
+    }
+    fields = {"num_blocks": 3, "batch": 3, "seq": 128, "weights": Weights(dtype="float32")}
+    chosen = choose(
+        request("tinyllama-1.1b", "h20-4x-milan", max_ranks=2, mesh=Mesh(stage=2), fixed=fixed, **fields)
+    ).chosen
+    assert chosen.bound.seconds <= chosen.seconds * (1 + 1e-9)
+
+
 def test_uploads_behind_the_exchange_of_losses_come_on_top_of_the_forwards() -> None:
     """Two ranks share a link, on which every block comes up a second time for its update."""
     fixed = {
