@@ -665,7 +665,7 @@ class SuspendedModel(UnsplitModel):
             ) from error
         if not are_same((staged.logits, staged.loss), (whole.logits, whole.loss)):
             raise UnsplitError(
-                self.model, "a stage needs more of those before it than what blocks and modules return"
+                self.model, "a later stage needs a tensor that no block or module of an earlier one returns"
             )
 
     def boundary_elements(self) -> tuple[ElementsPerSequence, ...]:

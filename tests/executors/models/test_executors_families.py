@@ -241,7 +241,7 @@ def test_a_stage_that_needs_more_than_what_calls_return_is_refused():
     for block in model.layers:  # of what the first was given, the others take a part without being handed it
         block.register_forward_pre_hook(lambda _, given: (given[0] + memory.setdefault("first", given[0]),))
     segmented = in_segments(model)
-    with pytest.raises(UnsplitError, match="needs more of those before it"):
+    with pytest.raises(UnsplitError, match="a later stage needs a tensor that no block"):
         segmented.end_stages_at([0])
 
 

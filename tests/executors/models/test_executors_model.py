@@ -77,8 +77,11 @@ def test_specification_of_an_unknown_family(monkeypatch):
     model = model_of("llama-tied")
     monkeypatch.setattr("executors.models.spec.spec_of_config", _unknown)
     known = spec_of_config(CONFIGS["llama-tied"].to_dict(), name="m")
-    # A family that nothing is known of has no linear layers whose names say where a block may be split.
-    assert spec_of_model(model, name="m") == known.model_copy(update={"splits_inside": False})
+    found = spec_of_model(model, name="m")
+    # A family that nothing is known of has no linear layers whose names say where a block may be split, and its memory is watched.
+    assert found.live_elements
+    watched = {"splits_inside": False, "live_elements": found.live_elements}
+    assert found == known.model_copy(update=watched)
 
 
 def _unknown(*_args, **_kwargs):
