@@ -58,7 +58,8 @@ def resolve(spec: str) -> Topology:
     gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
     message = f"unknown hardware {spec!r}: neither host, a preset nor a file"
     hint = did_you_mean(spec, ("host", *preset_names(), *instance_names(), *gpus))
-    raise TopologyError(message, hint=f"{hint}; `zosim topology list` shows the presets")
+    end = "" if hint.endswith("?") else ";"
+    raise TopologyError(message, hint=f"{hint}{end} `zosim topology list` shows the presets")
 
 
 def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:

@@ -129,19 +129,12 @@ class BlockBounder:
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         role, num_staging_buffers = _role(plan, rank), plan.residency.num_staging_buffers
-        held = role, _shares(plan, rank), num_staging_buffers
         # Ranks that do the same on machines alike but for names have one bound.
-        key = held, plan.forward.loss_chunk_tokens, machine.shape
+        key = role, _shares(plan, rank), num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._known_bounds:
-            if held not in self._buffers:
-                self._buffers[held] = tuple(self._all_buffers(plan, rank))
             stage, prices = self._stage(plan, rank, machine)
-            two_blocks = self._two_blocks[role]
-            memory = footprint_of(
-                self._buffers[held],
-                two_blocks.workspace_bytes(self._loss_work(plan, rank, role)),
-                machine.profile,
-            )
+            two_blocks = self._two_blocks_of(plan, rank, role)
+            memory = self.footprint(plan, rank, machine)
             period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
             # The first blocks come up into buffers that are free by then.
             num_early = num_staging_buffers + NUM_BLOCKS
@@ -155,6 +148,23 @@ class BlockBounder:
                 # They are the same whatever is forwarded, so they tell plans of other meshes something.
                 self._passes_s[_passes(plan, machine)] = two_blocks.passes_s(stage.seconds)
         return self._known_bounds[key]
+
+    def footprint(self, plan: Plan, rank: int, machine: Machine) -> Footprint:
+        """Return the memory that `rank` of `plan` takes on `machine`."""
+        role = _role(plan, rank)
+        key = role, _shares(plan, rank), plan.residency.num_staging_buffers
+        if key not in self._buffers:
+            self._buffers[key] = tuple(self._all_buffers(plan, rank))
+        loss = self._loss_work(plan, rank, role)
+        workspace_bytes = self._two_blocks_of(plan, rank, role).workspace_bytes(loss)
+        return footprint_of(self._buffers[key], workspace_bytes, machine.profile)
+
+    def _two_blocks_of(self, plan: Plan, rank: int, role: Hashable) -> _TwoBlocks:
+        if role not in self._two_blocks:
+            # Not connected: executions know their order, and only conflicts within one are looked for.
+            small, standing = self._shortened(_at_once(plan), rank)
+            self._two_blocks[role] = _TwoBlocks(unordered(small, rank), standing)
+        return self._two_blocks[role]
 
     def _all_buffers(self, plan: Plan, rank: int) -> Iterator[Buffer]:
         """Yield the buffers of a rank; where blocks are alike, those of the last stand for all behind those of the staging buffers."""
@@ -178,11 +188,7 @@ class BlockBounder:
         Of these the number of staging buffers changes the first alone, and chunks of the loss what the head's forwards take.
         """
         role = _role(plan, rank)
-        if role not in self._two_blocks:
-            # Not connected: executions know their order, and only conflicts within one are looked for.
-            small, standing = self._shortened(_at_once(plan), rank)
-            self._two_blocks[role] = _TwoBlocks(unordered(small, rank), standing)
-        two_blocks = self._two_blocks[role]
+        two_blocks = self._two_blocks_of(plan, rank, role)
         shares = _shares(plan, rank)
         key = role, shares, plan.forward.loss_chunk_tokens, machine.shape
         if key not in self._prices:
@@ -296,7 +302,9 @@ def _role(plan: Plan, rank: int) -> Hashable:
 def _passes(plan: Plan, machine: Machine) -> Hashable:
     """Return what decides how long the first rank of a plan of one stage passes over the parameters of its blocks."""
     eval_points = plan.eval_points_of(0)
-    axes = plan.residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward
+    # Whether a block stays, and how many buffers there are, changes no pass over it.
+    residency = plan.residency.model_copy(update={"num_staging_buffers": 1, **_ALIKE})
+    axes = residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward
     return len(eval_points), BASE in eval_points, axes, id(machine.profile)
 
 

@@ -36,7 +36,7 @@ from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
 from zosim.planning.block_bound import BlockBound, BlockBounder
-from zosim.planning.disks import may_keep_blocks
+from zosim.planning.disks import may_keep_blocks, num_kept
 from zosim.planning.footprint import Footprints, HostFootprint
 from zosim.planning.request import Request, profiles_of
 from zosim.plans import Mesh, Placement, Plan
@@ -162,7 +162,10 @@ class Bounds:
             of_blocks = (group for group in plan.model.param_groups if group.segments[0] not in (EMBED, HEAD))
             self._block_bytes[key] = sum(map(plan.storage.nbytes, of_blocks))
         moved_bytes, busiest_s = self._block_bytes[key], 0.0
-        if may_keep_blocks(self._request, plan):
+        num_blocks = plan.model.num_blocks
+        if num_kept(self._request, plan):
+            moved_bytes *= plan.residency.num_offloaded(num_blocks) / num_blocks
+        elif may_keep_blocks(self._request, plan):
             # Some may stay, as many as a device holds.
             moved_bytes -= min(map(self._request.device_limit_bytes, set(plan.placement.devices)))
         copied_bytes = max(0, moved_bytes) / (plan.num_shares if plan.is_sliced else 1)
@@ -178,11 +181,11 @@ class Bounds:
 
     def left_bytes(self, plan: Plan) -> int:
         """Return what a plan leaves of the memory of the fullest device; below 0 what lacks."""
-        taken, devices = self.of(plan).footprints, plan.placement.devices
-        ranks = self._classes(plan).ranks
+        devices, machines = plan.placement.devices, self.machines(plan)
         return min(
-            self._request.device_limit_bytes(devices[rank]) - memory.device_bytes
-            for memory, rank in zip(taken.ranks, ranks, strict=True)
+            self._request.device_limit_bytes(devices[rank])
+            - self._bounder.footprint(plan, rank, machines[rank]).device_bytes
+            for rank in self._classes(plan).ranks
         )
 
     def loss_s(self, plan: Plan) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import chain, count, islice
+from itertools import count, islice
 from math import inf
 from operator import attrgetter, le
 from typing import TYPE_CHECKING, Any, Protocol
@@ -468,8 +468,10 @@ class _Search:
     def _bound(self, node: _Node) -> None:
         """Bound a plan, with the loss at once or in chunks, and go on with those that it relaxes."""
         assert node.plan is not None
-        assert node.restrictions is not None
         whole = self._candidate(node.plan)
+        if node.restrictions is None:
+            self._keep(whole, *self._with_disks(whole))
+            return
         chunked = {n: in_chunks(node.plan, n) for n in chunks(self._request, node.plan)}
         loss_s = {n: self._bounds.loss_s(plan) for n, plan in chunked.items()}
         # The fewest launches among those that take as long.
@@ -477,19 +479,25 @@ class _Search:
         num_forwards = whole.plan.mesh.most_eval_points(whole.plan.estimator.num_eval_points)
         saved_s = num_forwards * (self._bounds.loss_s(whole.plan) - loss_s[in_order[0]]) if chunked else 0.0
         made = [whole, *self._in_chunks(whole, chunked, in_order, saved_s)]
-        mixed = list(chain.from_iterable(map(self._with_resident_blocks, made)))
-        with_disks = chain.from_iterable(map(self._with_disks, (whole, *mixed)))
-        for candidate in (*made, *mixed, *with_disks):
-            if candidate.missing:
-                self.rejected.append(candidate)
-            else:
-                self._push(candidate.seconds, candidate=candidate)
+        self._keep(*made, *self._with_disks(whole))
+        for candidate in made:
+            # As many blocks on the device as it has space for, beside few staging buffers.
+            for mixed in mixtures(self._request, candidate.plan, self._bounds.left_bytes):
+                self._push(self._bounds.least_s(mixed, node.restrictions.least_s), plan=mixed)
         if whole.missing:
             # What waits for more is never faster: it is looked at only where that saves memory which lacks.
             least_s = max(node.bound_s, whole.seconds - max(0.0, saved_s))
             if may_keep_blocks(self._request, whole.plan):
                 least_s = node.bound_s  # with some blocks on the device it copies less
             self._push_restrictions(node.restrictions, node.number, least_s)
+
+    def _keep(self, *made: Candidate) -> None:
+        """Keep what does not fit for the report, and all else for the search."""
+        for candidate in made:
+            if candidate.missing:
+                self.rejected.append(candidate)
+            else:
+                self._push(candidate.seconds, candidate=candidate)
 
     def _in_chunks(
         self, whole: Candidate, chunked: dict[int, Plan], in_order: list[int], saved_s: float
@@ -505,10 +513,6 @@ class _Search:
         if is_short or (saved_s > ALIKE * whole.seconds and not whole.missing):
             made = (self._candidate(chunked[num_tokens]) for num_tokens in in_order)
             yield from islice((candidate for candidate in made if not candidate.missing), 1)
-
-    def _with_resident_blocks(self, whole: Candidate) -> Iterator[Candidate]:
-        """Yield offloaded plans with as many blocks on the device as it has space for, beside few staging buffers."""
-        yield from map(self._candidate, mixtures(self._request, whole.plan, self._bounds.left_bytes))
 
     def _with_disks(self, whole: Candidate) -> Iterator[Candidate]:
         """Yield a plan with blocks on drives where host memory lacks space for all, as few as can be."""
@@ -561,11 +565,14 @@ class _Search:
         best, _ = self.ranked()
         most = num_kept(self._request, best.plan)
         made: dict[int, Candidate] = {}
+        limit_s = best.seconds * (1 + ALIKE)
 
         def is_as_fast(num_blocks: int) -> bool:
             candidate = self._candidate(keeping(best.plan, num_blocks))
+            if candidate.missing or candidate.seconds > limit_s:
+                return False
             made[num_blocks] = replace(candidate, seconds=candidate.planned.step_time_s, is_simulated=True)
-            return not candidate.missing and made[num_blocks].seconds <= best.seconds * (1 + ALIKE)
+            return made[num_blocks].seconds <= limit_s
 
         # Each block more that stays is copies less.
         fewest = 1 + bisect_left(range(1, max(1, most)), True, key=is_as_fast)
