@@ -272,6 +272,7 @@ def test_regret_is_of_rounds_that_all_plans_share():
     assert (choice.best, choice.regret) == ("chosen", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_plans_to_choose_from_run_in_turns_on_both_ranks():
     item, topology = request_of_two_ranks(), load_preset("cpu-laptop")

@@ -76,6 +76,7 @@ def test_offers_are_what_the_planner_predicts_at_the_tables_prices():
         assert offer.machine.prediction == best.prediction
 
 
+@pytest.mark.slow
 def test_an_offer_of_several_devices_is_the_plan_of_zosim_plan_stages_included():
     settings = {"batch": 1, "seq": 64, "method": "sparq"}
     answer = zosim.buy("opt-125m", machines="rtx4090-2x", count=2, pay="own", explain=0, **settings)

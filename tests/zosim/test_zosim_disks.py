@@ -54,6 +54,7 @@ def test_the_planner_keeps_on_the_drive_what_host_memory_does_not_hold():
     assert tight.prediction.step_time_s > roomy.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_for_the_drive_takes_its_reads_and_writes():
     """All blocks are read once and written once a step, and a drive does one or the other."""
     decision = choose(request(residency=Residency(blocks="nvme", num_disk_blocks=32)))
@@ -62,6 +63,7 @@ def test_a_step_that_waits_for_the_drive_takes_its_reads_and_writes():
     assert decision.prediction.bottleneck.limiter == "drive"
 
 
+@pytest.mark.slow
 def test_drives_of_one_host_are_read_together():
     disk, link = MACHINE.node("disk0"), next(link for link in MACHINE.links if link.target == "disk0")
     other = (

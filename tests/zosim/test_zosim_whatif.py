@@ -51,6 +51,7 @@ def test_the_limit_after_the_first_is_where_another_figure_takes_over(offloaded)
     assert derivatives(beyond)[0].lever.name == limit.then.name
 
 
+@pytest.mark.slow
 def test_a_slow_link_costs_what_simulating_there_says_and_memory_may_be_limited(offloaded, tmp_path):
     answer = zosim.whatif(
         offloaded, changes=["pcie.bandwidth=0.25x"], max_device_memory="4GiB", derive="none"
