@@ -268,14 +268,18 @@ class BlockBounder:
 def with_few_blocks(plan: Plan) -> Plan:
     """Return a plan with as many blocks as tell all that blocks do to each other; itself where that is not known.
 
-    A block meets those beside it, and those in its staging buffer.
+    A block meets those beside it, and those in its staging buffer. Of blocks that stay among those that move about as large a share is kept.
     """
-    num_blocks = 2 * plan.residency.num_staging_buffers + 1
+    num_moved, residency = 2 * plan.residency.num_staging_buffers + 1, plan.residency
+    num_blocks = num_moved
+    if kept := residency.num_resident_blocks:
+        num_blocks += ceil(num_moved * kept / (plan.model.num_blocks - kept))
+        residency = residency.model_copy(update={"num_resident_blocks": num_blocks - num_moved})
     is_plain = plan.num_stages == 1 and not plan.split_points and not plan.uses_disks
-    is_plain = is_plain and plan.residency.num_resident_blocks is None
     if not is_plain or num_blocks >= plan.model.num_blocks or shortest(plan.model) is plan.model:
         return plan
-    return plan.model_copy(update={"model": with_blocks(plan.model, range(num_blocks))})
+    few = with_blocks(plan.model, range(num_blocks))
+    return plan.model_copy(update={"model": few, "residency": residency})
 
 
 def _role(plan: Plan, rank: int) -> Hashable:
