@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tests.fuzz import seeds
@@ -188,6 +190,17 @@ def _no_claims() -> None:
     import proofs_checks.cli
 
     proofs_checks.cli._run_all = proofs_checks.cli._try_matrix = _refuse  # type: ignore[assignment]
+
+
+def _no_solution() -> None:
+    """A solution is read, and not tried."""
+    import studies.exercises
+
+    verdict = {"passed": False, "message": "not tried", "curve": [[0.0, 1.0, 1.0]]}
+    done = SimpleNamespace(stdout="\nverdict: " + json.dumps(verdict), stderr="", returncode=0)
+    studies.exercises.subprocess = SimpleNamespace(  # type: ignore[assignment]
+        run=lambda *_args, **_options: done, TimeoutExpired=TimeoutError
+    )
 
 
 def _no_measuring() -> None:
@@ -512,7 +525,16 @@ COMMANDS: tuple[Target, ...] = (
         stop=_few_batches,
     ),
     command("check", "--quick", dict, stop=_no_claims, quick=4),
-    command("study", "first_steps", dict, quick=4),
+    command("study list", "--json", dict, quick=2),
+    command("study show", "first_steps", dict, quick=4),
+    command(
+        "study check",
+        "memory answers.json solution.py --figure curve.svg",
+        seeds.answers_of_a_unit,
+        stop=_no_solution,
+        quick=8,
+    ),
+    command("study pack", "memory --for student --student ada", dict, quick=4),
     _validate("kernels", "matmul", "elementwise", "attention", "attention_backward", "draw"),
     _validate("links", "copy", "p2p", "all_reduce"),
     _validate("passes", "forward", "streamed_generation"),

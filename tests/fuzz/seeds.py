@@ -295,3 +295,14 @@ def evidence() -> bytes:
 def densities() -> bytes:
     """Densities of split points."""
     return json.dumps({"block.0.mlp": 0.1, "block.1.mlp": 0.5, "block.2": 1.0}).encode()
+
+
+@functools.cache
+def answers_of_a_unit() -> dict[str, bytes]:
+    """What a student hands in of the unit `memory`, before anything is filled in."""
+    from studies.coursework import UNITS
+    from studies.coursework.grading import blank_answers
+
+    unit = next(each for each in UNITS if each.name == "memory")
+    stub = TESTS.parent / "studies" / unit.stub / "stub.py"
+    return {"answers.json": blank_answers(unit, "ada").encode(), "solution.py": stub.read_bytes()}
