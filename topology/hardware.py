@@ -57,7 +57,7 @@ def resolve(spec: str) -> Topology:
         return assumed_machine(device, int(count or 1))
     gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
     message = f"unknown hardware {spec!r}: neither host, a preset nor a file"
-    hint = did_you_mean(spec, ("host", *preset_names(), *instance_names(), *gpus))
+    hint = did_you_mean(spec, ("host", *preset_names(), *instance_names(), *gpus)) or ""
     end = "" if hint.endswith("?") else ";"
     raise TopologyError(message, hint=f"{hint}{end} `zosim topology list` shows the presets")
 
