@@ -43,6 +43,7 @@ from zosim.eval_points import BASE
 from zosim.hardware.machine import Activity, Machine
 from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
+from zosim.lowering.rank import Rank
 from zosim.lowering.schedule import StepWriter
 from zosim.planning.block_graph import BlockGraph, Execution, Seconds, StageStep, chained_s, period_s
 from zosim.planning.footprint import Footprint, footprint_of
@@ -177,8 +178,13 @@ class BlockBounder:
         if num_few not in self._few_blocks:
             self._few_blocks[num_few] = with_blocks(plan.model, range(num_few))
         few = plan.model_copy(update={"model": self._few_blocks[num_few]})
+        buffers = StepWriter(few, rank).buffers()
+        if Rank(plan, rank).is_full_pass and any(buffer.role == "copies" for buffer in buffers):
+            # One buffer holds a copy of the whole model.
+            yield from StepWriter(plan, rank).buffers()
+            return
         last = f".{block_segment(num_few - 1)}."
-        for buffer in StepWriter(few, rank).buffers():
+        for buffer in buffers:
             count = num_blocks - num_few + 1 if last in f".{buffer.name}." else 1
             yield replace(buffer, size_bytes=count * buffer.size_bytes)
 
