@@ -12,7 +12,7 @@ import typer
 
 from executors.runs.learning_rate import LearningRate
 from executors.runs.settings import RunConfig
-from topology.errors import RunError
+from topology.errors import DataError, RunError
 from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
 from zosim.options import config_of, with_settings
@@ -184,6 +184,10 @@ def adapt(
     run, plan, rate = config.run, config.plan, config.learning_rate.complete()
     steps = rate.num_steps
     dataset, tokenizer = _examples(model, data, template, label_words)
+    # The usual batch may repeat lines of a small file.
+    if plan.batch > max(len(dataset), _USUAL.plan.batch):
+        message = f"--batch {plan.batch} exceeds the {len(dataset)} lines of {data}: each step would score some of them again and again"
+        raise DataError(message, hint=f"use --batch {len(dataset)}, or less")
     wanted = None if run.reward is None else reward_named(run.reward, run.reward_timeout_s)
     served = RemoteServer(server_url, served_model, timeout_s=timeout, priority=priority)
     names = tuple(name.strip() for name in targets.split(",") if name.strip())

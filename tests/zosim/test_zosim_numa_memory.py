@@ -45,7 +45,7 @@ def test_what_one_domain_does_not_hold_lies_in_the_next() -> None:
     assert needed > 512 * GIB
     assert planned.far_shares == {0: pytest.approx(1 - 512 * GIB / needed)}
     words = " ".join(decision.reasons)
-    assert "more than dram0 next to gpu0 has, 512 GiB" in words
+    assert "exceeds the 512 GiB of dram0, the nearest" in words
     assert "copies reach at 24 GB/s" in words
 
 

@@ -40,7 +40,11 @@ def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
     decision = choose(requested)
     fitting = [p for p in placements(requested) if p in [c.plan for c in (decision.chosen, *decision.others)]]
     best = min(simulated_s(requested, plan) for plan in fitting)
-    assert decision.prediction.step_time_s == pytest.approx(best, rel=1e-12)
+    # A full search knows no plan with some blocks on the device: one is faster where not all have space.
+    is_mixed = decision.plan.residency.num_resident_blocks is not None
+    assert is_mixed == (limit is not None)
+    assert decision.prediction.step_time_s <= best * (1 + 1e-12)
+    assert is_mixed or decision.prediction.step_time_s == pytest.approx(best, rel=1e-12)
 
 
 def weights_of(requested: Request) -> dict[tuple[str, bool], float]:

@@ -942,6 +942,8 @@ def test_commands_tune_and_compare_on_a_server(tmp_path, capsys):
         assert zosim(*versions, "first") == 2
     assert zosim(*tuned, "--steps", 4) != 0
     assert "cannot reach" in capsys.readouterr().err
+    assert zosim(*tuned, "--batch", 1000) == 2
+    assert "--batch 1000 exceeds the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("declared", ["one", "=one", "base=one"])
