@@ -21,7 +21,7 @@ from topology.instances import instance_machine, instance_names
 from topology.schema import DeviceSpec
 from topology.validation import did_you_mean
 
-_SEVERAL = re.compile(r"(?:(\d{1,2}) ?x )?(.+)")
+_SEVERAL = re.compile(r"(?:(\d{1,2}) ?x )?(.*)", re.DOTALL)
 _MOST = 16
 _CORES = 16
 
@@ -51,7 +51,7 @@ def resolve(spec: str) -> Topology:
         return load(spec)
     if spec.casefold() in instance_names():
         return instance_machine(spec)
-    count, name = _SEVERAL.fullmatch(spec.strip()).groups() if spec.strip() else (None, "")  # type: ignore[union-attr]
+    count, name = _SEVERAL.fullmatch(spec.strip()).groups()  # type: ignore[union-attr]
     device = find_device(name)
     if device is not None and device.type == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))

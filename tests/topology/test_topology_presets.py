@@ -184,6 +184,8 @@ def test_a_laptops_cpu_is_its_compute_device_with_the_hosts_memory():
     ("spec", "message", "hint"),
     [
         ("dgx-1", "neither host, a preset nor a file", "dgx-1v"),
+        ("two\nlines", "neither host, a preset nor a file", "zosim topology list"),
+        ("", "neither host, a preset nor a file", "zosim topology list"),
         ("missing.yaml", "no topology file at", "list"),
         ("a/b", "no topology file at", "list"),
     ],
