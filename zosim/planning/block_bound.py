@@ -276,11 +276,11 @@ def with_few_blocks(plan: Plan) -> Plan:
 
     A block meets those beside it, and those in its staging buffer. Of blocks that stay among those that move about as large a share is kept.
     """
-    num_moved, residency = 2 * plan.residency.num_staging_buffers + 1, plan.residency
-    num_blocks = num_moved
+    num_offloaded, residency = 2 * plan.residency.num_staging_buffers + 1, plan.residency
+    num_blocks = num_offloaded
     if kept := residency.num_resident_blocks:
-        num_blocks += ceil(num_moved * kept / (plan.model.num_blocks - kept))
-        residency = residency.model_copy(update={"num_resident_blocks": num_blocks - num_moved})
+        num_blocks += ceil(num_offloaded * kept / (plan.model.num_blocks - kept))
+        residency = residency.model_copy(update={"num_resident_blocks": num_blocks - num_offloaded})
     is_plain = plan.num_stages == 1 and not plan.split_points and not plan.uses_disks
     if not is_plain or num_blocks >= plan.model.num_blocks or shortest(plan.model) is plan.model:
         return plan
