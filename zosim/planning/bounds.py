@@ -103,7 +103,7 @@ class Bounds:
         self._isomorphic = IsomorphicHosts(request.hardware.topology)
         self._known_classes: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = paths or KnownPaths()
-        self._block_bytes: dict[Hashable, float] = {}
+        self._block_bytes: dict[Hashable, tuple[float, float]] = {}
         self._known: dict[tuple[Placement, int], tuple[Machine, ...]] = {}
 
     def of(self, plan: Plan) -> Bound:
@@ -159,12 +159,15 @@ class Bounds:
             return 0.0
         key = plan.weights, plan.low_bits
         if key not in self._block_bytes:
-            of_blocks = (group for group in plan.model.param_groups if group.segments[0] not in (EMBED, HEAD))
-            self._block_bytes[key] = sum(map(plan.storage.nbytes, of_blocks))
-        moved_bytes, busiest_s = self._block_bytes[key], 0.0
-        num_blocks = plan.model.num_blocks
-        if num_kept(self._request, plan):
-            moved_bytes *= plan.residency.num_offloaded(num_blocks) / num_blocks
+            # By block, which has two groups where it is split inside.
+            of_blocks: dict[str, float] = defaultdict(float)
+            for group in plan.model.param_groups:
+                if group.segments[0] not in (EMBED, HEAD):
+                    of_blocks[".".join(group.segments[0].split(".")[:2])] += plan.storage.nbytes(group)
+            self._block_bytes[key] = sum(of_blocks.values()), max(of_blocks.values())
+        (moved_bytes, largest_bytes), busiest_s = self._block_bytes[key], 0.0
+        if kept := num_kept(self._request, plan):
+            moved_bytes -= kept * largest_bytes  # blocks may be unlike
         elif may_keep_blocks(self._request, plan):
             # Some may stay, as many as a device holds.
             moved_bytes -= min(map(self._request.device_limit_bytes, set(plan.placement.devices)))
