@@ -37,43 +37,21 @@ from zosim.report import Table
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor at one split point through one codec; means over batches.
-
-    Attributes
-    ----------
-    split_point, tensor, codec : str
-    shape : tuple of int
-        Of the last batch's tensor.
-    nonzero : float
-        Part of the numbers that are not 0, before any codec.
-    kept : float
-        Part of the symbols that are not the most frequent one.
-    entropy_bits : float
-        Of a symbol.
-    relative_error : float
-        ``κ = ‖x - C(x)‖/‖x‖``.
-    size_bytes : float
-        Of the message, header included.
-    to_entropy : float
-        Its payload over the entropy of all symbols.
-    encoding : str
-        Of the last batch's message.
-    noise_to_signal, smallest_epsilon : float or None
-        Of a difference along a random perturbation, see :class:`executors.codecs.fidelity.Visibility`.
-    warning : str or None
-    """
+    """One tensor at one split point through one codec; means over batches."""
 
     split_point: str
     tensor: BoundaryTensor
     codec: str
-    shape: tuple[int, ...]
-    nonzero: float
-    kept: float
-    entropy_bits: float
-    relative_error: float
-    size_bytes: float
-    to_entropy: float
-    encoding: str
+    shape: tuple[int, ...]  # of the last batch's tensor
+    nonzero: float  # part of the numbers that are not 0, before any codec
+    kept: float  # part of the symbols that are not the most frequent one
+    entropy_bits: float  # of a symbol
+    relative_error: float  # ``κ = ‖x - C(x)‖/‖x‖``
+    size_bytes: float  # of the message, header included
+    to_entropy: float  # its payload over the entropy of all symbols
+    encoding: str  # of the last batch's message
+    # noise_to_signal, smallest_epsilon: of a difference along a random perturbation, see
+    # :class:`executors.codecs.fidelity.Visibility`.
     noise_to_signal: float | None
     smallest_epsilon: float | None
     warning: str | None
@@ -81,34 +59,18 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryLoss:
-    """What a split there does to the loss, every tensor that crosses through the codec.
-
-    Attributes
-    ----------
-    split_point, codec : str
-    change : float
-        Loss with the codec less the loss without, mean over batches.
-    """
+    """What a split there does to the loss, every tensor that crosses through the codec."""
 
     split_point: str
     codec: str
-    change: float
+    change: float  # loss with the codec less the loss without, mean over batches
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What was measured.
+    """What was measured."""
 
-    Attributes
-    ----------
-    loss : float
-        Without a codec, mean over batches.
-    epsilon : float
-    tensors : list of TensorReport
-    losses : list of BoundaryLoss
-    """
-
-    loss: float
+    loss: float  # without a codec, mean over batches
     epsilon: float
     tensors: list[TensorReport]
     losses: list[BoundaryLoss]
@@ -126,8 +88,6 @@ def probe_boundaries(
 
     Parameters
     ----------
-    model : SegmentedModel
-    batches : sequence of mapping
     specs : sequence of CodecSpec
         With bits.
     epsilon : float

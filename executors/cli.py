@@ -74,8 +74,6 @@ def run_with(
 
     Parameters
     ----------
-    plan : Plan, Decision or path, optional
-    program : path, optional
     launch : bool
         As options of `zosim run`.
     **settings

@@ -56,26 +56,15 @@ def demo(
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo found.
+    """What the demo found."""
 
-    Attributes
-    ----------
-    comparison : Comparison
-        Predicted and measured.
-    summary : dict
-        The run's.
-    before, after : dict
-        Loss and accuracy on held-out questions.
-    bottleneck : str
-    disturbed_share : float
-        Share of the calibration behind the prediction that others disturbed, if that is too much to rely on; else 0.
-    """
-
-    comparison: Comparison
-    summary: dict[str, Any]
+    comparison: Comparison  # predicted and measured
+    summary: dict[str, Any]  # the run's
+    # before, after: loss and accuracy on held-out questions.
     before: dict[str, float]
     after: dict[str, float]
     bottleneck: str
+    # Share of the calibration behind the prediction that others disturbed, if that is too much to rely on; else 0.
     disturbed_share: float = 0.0
 
     def data(self) -> dict[str, Any]:

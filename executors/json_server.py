@@ -29,28 +29,17 @@ _FLAGS: dict[EndpointRole, str] = {"server": "--timeout", "reward": "--reward-ti
 
 @dataclass(frozen=True)
 class JsonServer:
-    """What answers at an address.
+    """What answers at an address."""
 
-    Attributes
-    ----------
-    role : {"server", "reward"}
-        What it is for.
-    url : str
-    host, port, path, query : str, int, str, str
-        Parts of the address.
-    is_secure : bool
-    timeout_s : float
-        Most seconds for an answer, its last byte included.
-    """
-
-    role: EndpointRole
+    role: EndpointRole  # what it is for
     url: str
+    # host, port, path, query: parts of the address.
     host: str
     port: int
     path: str
     query: str
     is_secure: bool
-    timeout_s: float
+    timeout_s: float  # most seconds for an answer, its last byte included
 
     @classmethod
     def at(cls, url: str, role: EndpointRole, timeout_s: float, *, is_local: bool = False) -> Self:

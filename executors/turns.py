@@ -27,12 +27,7 @@ class Took:
 
 @dataclass(frozen=True)
 class TurnTimes:
-    """Seconds of one alternative, a round each.
-
-    Attributes
-    ----------
-    seconds : tuple of float
-    """
+    """Seconds of one alternative, a round each."""
 
     seconds: tuple[float, ...]
 
@@ -60,7 +55,6 @@ def in_turns(
 
     Parameters
     ----------
-    ways : mapping of str to callable
     num_rounds : int
         That are timed, at least 1.
     num_untimed : int

@@ -28,21 +28,12 @@ _SURPRISING = 1e-6
 
 @dataclass
 class Calibration:
-    """What a check reported over many seeds.
-
-    Attributes
-    ----------
-    claim : Claim
-    check : Check
-    p_values : list of float
-        Of all comparisons of what varies.
-    num_seeds, num_alarms : int
-        Runs, and those in which the check did not come out as on seed 0.
-    """
+    """What a check reported over many seeds."""
 
     claim: Claim
     check: Check
-    p_values: list[float] = field(default_factory=list)
+    p_values: list[float] = field(default_factory=list)  # of all comparisons of what varies
+    # num_seeds, num_alarms: runs, and those in which the check did not come out as on seed 0.
     num_seeds: int = 0
     num_alarms: int = 0
 

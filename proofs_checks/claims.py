@@ -44,23 +44,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is run, and can come out wrong.
+    """One thing that is run, and can come out wrong."""
 
-    Attributes
-    ----------
-    role : Role
-        What passing says: see :class:`Claim`.
-    measure : callable
-        Takes a :class:`~proofs_checks.outcomes.Context`, returns an :class:`~proofs_checks.outcomes.Outcome`.
-    faults : tuple of Fault
-        Faults that the check must notice.
-    name : str
-        Of a reading: how the print is read. Else what the check does, by default its function's first line.
-    """
-
-    role: Role
+    role: Role  # what passing says: see :class:`Claim`
+    # Takes a :class:`~proofs_checks.outcomes.Context`, returns an :class:`~proofs_checks.outcomes.Outcome`.
     measure: Callable[[Context], Outcome]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Fault, ...] = ()  # faults that the check must notice
+    # Of a reading: how the print is read. Else what the check does, by default its function's first line.
     name: str = ""
 
     @property
@@ -131,35 +121,6 @@ Checks = dict[str, Check | tuple[Check, ...]]
 class Claim:
     """A statement, judged by what is run: what its page says of it (:mod:`proofs_checks.pages`), and its checks.
 
-    Attributes
-    ----------
-    name : str
-        Identifier: lower case, with dashes.
-    paper : str
-        A key of :data:`~proofs_checks.papers.PAPERS`.
-    where : tuple of str
-        Where in it, as it numbers: ``"Eq. 3"``, ``"Alg. 1"``, ``"Sec. 5.2"``, ``"App. C.1"``.
-    quotation : str
-        The paper's sentence or formula, briefly. Of ``zosim``, the promise in words.
-    statement : str
-        The same made precise, with every symbol; with the amendment, if there is one.
-    hypotheses : str
-        Under which it is judged: the paper's own, and what the checks take.
-    checks : tuple of Check
-        See Notes.
-    amendment : str
-        The condition that is added, the correction, or what is lacking: needed where a check has such a role.
-    breaks : str
-        Of a statement that does not hold as printed: which step of its proof the counterexample breaks.
-    consequence : str
-        What that means for whoever runs the software.
-    references : str
-        What else it rests on.
-    derivation : str
-        Page of ``docs/theory``, with its section where it names one: ``"zo2/narrow-transfers.md#sizes"``.
-    awaits : str
-        Code that is not built yet, and with which the claim gets its faults.
-
     Notes
     -----
     The verdict is computed:
@@ -178,19 +139,24 @@ class Claim:
     ==================  ===============================================================
     """
 
-    name: str
-    paper: str
+    name: str  # identifier: lower case, with dashes
+    paper: str  # a key of :data:`~proofs_checks.papers.PAPERS`
+    # Where in it, as it numbers: ``"Eq. 3"``, ``"Alg. 1"``, ``"Sec. 5.2"``, ``"App. C.1"``.
     where: tuple[str, ...]
+    # The paper's sentence or formula, briefly. Of ``zosim``, the promise in words.
     quotation: str
-    statement: str
-    hypotheses: str
+    statement: str  # the same made precise, with every symbol; with the amendment, if there is one
+    hypotheses: str  # under which it is judged: the paper's own, and what the checks take
     checks: tuple[Check, ...]
+    # The condition that is added, the correction, or what is lacking: needed where a check has such a role.
     amendment: str = ""
+    # Of a statement that does not hold as printed: which step of its proof the counterexample breaks.
     breaks: str = ""
-    consequence: str = ""
-    references: str = ""
+    consequence: str = ""  # what that means for whoever runs the software
+    references: str = ""  # what else it rests on
+    # Page of ``docs/theory``, with its section where it names one: ``"zo2/narrow-transfers.md#sizes"``.
     derivation: str = ""
-    awaits: str = ""
+    awaits: str = ""  # code that is not built yet, and with which the claim gets its faults
 
     def __post_init__(self) -> None:
         assert self.paper in PAPERS, f"{self.name}: no paper {self.paper!r}"
@@ -272,19 +238,10 @@ def verdict_of(claim: Claim, outcomes: tuple[Outcome, ...]) -> Verdict:
 
 @dataclass(frozen=True)
 class Judged:
-    """What came of running a claim's checks.
-
-    Attributes
-    ----------
-    claim : Claim
-    outcomes : tuple of Outcome
-        Of each check.
-    verdict : Verdict
-    seconds : float
-    """
+    """What came of running a claim's checks."""
 
     claim: Claim
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[Outcome, ...]  # of each check
     verdict: Verdict
     seconds: float
 
@@ -299,25 +256,15 @@ FaultVerdict = Literal["caught", "crashed", "survived", "not reached", "does not
 
 @dataclass(frozen=True)
 class FaultResult:
-    """What came of a check while a fault was planted.
-
-    Attributes
-    ----------
-    check : Check
-    fault : Fault
-    verdict : str
-        ``"caught"`` if the check measured that something is wrong, ``"crashed"`` if it could not measure, ``"not reached"`` if it
-        never called what the fault changes.
-    outcome : Outcome or None
-    reason : str
-        Why the fault does not apply, or what was raised.
-    """
+    """What came of a check while a fault was planted."""
 
     check: Check
     fault: Fault
+    # ``"caught"`` if the check measured that something is wrong, ``"crashed"`` if it could not measure, ``"not reached"``
+    # if it never called what the fault changes.
     verdict: FaultVerdict
     outcome: Outcome | None = None
-    reason: str = ""
+    reason: str = ""  # why the fault does not apply, or what was raised
 
 
 def faults_of(claim: Claim) -> Iterator[tuple[Check, Fault]]:

@@ -56,14 +56,6 @@ def bet(p_value: float) -> float:
 class Wealth:
     """What has become of a stake of 1 that was bet against a claim, a part of it from each run on.
 
-    Attributes
-    ----------
-    num_runs : int
-    invested : float
-        What has become of the parts that were bet.
-    largest : float
-        The largest :attr:`total` of any run.
-
     Notes
     -----
     From run ``t`` on ``1/(t(t + 1))`` of the stake is bet, all of it in every run; ``1/(t + 1)`` is left after it. If the claim is
@@ -73,8 +65,8 @@ class Wealth:
     """
 
     num_runs: int = 0
-    invested: float = 0.0
-    largest: float = 1.0
+    invested: float = 0.0  # what has become of the parts that were bet
+    largest: float = 1.0  # the largest :attr:`total` of any run
 
     @property
     def total(self) -> float:

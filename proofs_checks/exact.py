@@ -57,11 +57,8 @@ def shipped_estimate(loss: Loss, theta: Tensor, z: Tensor, epsilon: float, *, ce
 
     Parameters
     ----------
-    loss : callable
     theta, z : torch.Tensor
         Shape (d,), of one format.
-    epsilon : float
-    central : bool
     """
     param_pass, weights = ParamPass(), theta.clone()
     base = loss(weights)

@@ -27,18 +27,10 @@ from proofs_checks.planting import Fault, FaultError
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with all that was run for it.
-
-    Attributes
-    ----------
-    judged : Judged
-    faults : tuple of FaultResult
-        Empty where none were planted.
-    fault_seconds : float
-    """
+    """A claim with all that was run for it."""
 
     judged: Judged
-    faults: tuple[FaultResult, ...] = ()
+    faults: tuple[FaultResult, ...] = ()  # empty where none were planted
     fault_seconds: float = 0.0
 
     @property
@@ -94,20 +86,11 @@ def run(claims: tuple[Claim, ...], context: Context, *, mutate: bool) -> Iterato
 
 @dataclass(frozen=True)
 class FaultRow:
-    """A planted fault, and what came of every chosen claim while it was in force.
-
-    Attributes
-    ----------
-    fault : Fault
-    planted_by : tuple of str
-        Names of the claims that plant it.
-    verdicts : dict of str to str
-        By the name of the claim.
-    """
+    """A planted fault, and what came of every chosen claim while it was in force."""
 
     fault: Fault
-    planted_by: tuple[str, ...]
-    verdicts: dict[str, FaultVerdict]
+    planted_by: tuple[str, ...]  # names of the claims that plant it
+    verdicts: dict[str, FaultVerdict]  # by the name of the claim
 
     def of(self, verdict: FaultVerdict) -> list[str]:
         """Return the names of the claims on which the fault had this verdict."""

@@ -15,17 +15,10 @@ COARSEST = 0.25
 
 @dataclass(frozen=True)
 class Context:
-    """What a check is given.
+    """What a check is given."""
 
-    Attributes
-    ----------
-    seed : int
-        Decides every random number of the check.
-    size : str
-        ``"full"``, or ``"quick"`` for samples that just suffice to catch the planted faults.
-    """
-
-    seed: int = 0
+    seed: int = 0  # decides every random number of the check
+    # ``"full"``, or ``"quick"`` for samples that just suffice to catch the planted faults.
     size: Size = "full"
 
     def samples(self, full: int, quick: int) -> int:
@@ -35,27 +28,17 @@ class Context:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of a sample beside its theory.
-
-    Attributes
-    ----------
-    name : str
-    value, theory : float
-    low, high : float
-        Interval that misses the theory with the probability of a false alarm that the suite allows one comparison.
-    p_value : float
-        Probability of a mean this far off, were the theory true; two-sided.
-    resolution : float
-        Smallest error, relative to the theory (to 1 where that is 0), that is noticed 999 times in 1000.
-    num_samples : int
-    """
+    """A mean of a sample beside its theory."""
 
     name: str
     value: float
     theory: float
+    # low, high: interval that misses the theory with the probability of a false alarm that the suite allows one
+    # comparison.
     low: float
     high: float
-    p_value: float
+    p_value: float  # probability of a mean this far off, were the theory true; two-sided
+    # Smallest error, relative to the theory (to 1 where that is 0), that is noticed 999 times in 1000.
     resolution: float
     num_samples: int
 
@@ -67,29 +50,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check measured. What it asserts is so if the statistic does not exceed the bound.
-
-    Attributes
-    ----------
-    statistic, bound : float
-    measured : str
-        What the statistic is, with its unit and its sample size.
-    details : tuple of str
-        One line for each part of the check.
-    estimates : tuple of Estimate
-        What was compared with its theory by random samples; empty where a check is exact.
-    error : str
-        What was raised before anything could be measured; empty if nothing was.
-    bounds : tuple of (str, float)
-        Inequalities of a theory that were held against cases: the inequality, and which part of its bound was measured.
-    """
+    """What a check measured. What it asserts is so if the statistic does not exceed the bound."""
 
     statistic: float
     bound: float
-    measured: str
-    details: tuple[str, ...] = ()
+    measured: str  # what the statistic is, with its unit and its sample size
+    details: tuple[str, ...] = ()  # one line for each part of the check
+    # What was compared with its theory by random samples; empty where a check is exact.
     estimates: tuple[Estimate, ...] = ()
-    error: str = ""
+    error: str = ""  # what was raised before anything could be measured; empty if nothing was
+    # Inequalities of a theory that were held against cases: the inequality, and which part of its bound was measured.
     bounds: tuple[tuple[str, float], ...] = ()
 
     @property

@@ -34,21 +34,11 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True)
 class Page:
-    """A page of ``docs/theory``.
+    """A page of ``docs/theory``."""
 
-    Attributes
-    ----------
-    path : str
-        Within ``docs/theory``.
-    text : str
-        Behind the front matter.
-    entries : tuple of dict
-        What the front matter says of each claim.
-    """
-
-    path: str
-    text: str
-    entries: tuple[Mapping[str, Any], ...]
+    path: str  # within ``docs/theory``
+    text: str  # behind the front matter
+    entries: tuple[Mapping[str, Any], ...]  # what the front matter says of each claim
 
     @classmethod
     def of(cls, path: str) -> Page:

@@ -11,22 +11,13 @@ from topology.validation import did_you_mean
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, or our own documentation.
-
-    Attributes
-    ----------
-    key : str
-    title : str
-    reference : str
-        Authors, and where it appeared.
-    places : frozenset of str
-        Every place that a claim can name, as the paper numbers it: ``"Eq. 3"``, ``"Sec. 5.2"``, ``"App. C.1"``. Empty
-        where places are not numbered.
-    """
+    """A paper, or our own documentation."""
 
     key: str
     title: str
-    reference: str
+    reference: str  # authors, and where it appeared
+    # Every place that a claim can name, as the paper numbers it: ``"Eq. 3"``, ``"Sec. 5.2"``, ``"App. C.1"``. Empty where
+    # places are not numbered.
     places: frozenset[str]
 
     def check(self, place: str) -> None:

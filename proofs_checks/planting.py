@@ -28,34 +28,21 @@ class FaultError(ZosimError):
 
 @dataclass
 class InForce:
-    """A fault that is planted.
+    """A fault that is planted."""
 
-    Attributes
-    ----------
-    is_reached : bool
-        Whether what it changes has been called since; of a constant always, since nothing tells who reads it.
-    """
-
+    # Whether what it changes has been called since; of a constant always, since nothing tells who reads it.
     is_reached: bool
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A small change of shipped code that a claim's check must notice.
+    """A small change of shipped code that a claim's check must notice."""
 
-    Attributes
-    ----------
-    name : str
-        What is wrong with it, in words.
-    target : str
-        ``module:function``, ``module:Class.method``, ``module:Class.property``, or ``module:CONSTANT``.
-    change : callable
-        Of a function: takes the shipped function, then what the function is called with, by the function's own names, behind
-        an underscore where it is not used. Of a constant: takes its value and returns another.
-    """
-
-    name: str
+    name: str  # what is wrong with it, in words
+    # ``module:function``, ``module:Class.method``, ``module:Class.property``, or ``module:CONSTANT``.
     target: str
+    # Of a function: takes the shipped function, then what the function is called with, by the function's own names,
+    # behind an underscore where it is not used. Of a constant: takes its value and returns another.
     change: Callable[..., Any]
 
     @property

@@ -71,7 +71,6 @@ def estimates_of(
 
     Parameters
     ----------
-    name : str
     samples : torch.Tensor
         Shape (n, k): rows are independent.
     expected : torch.Tensor
@@ -193,7 +192,6 @@ def compare_two_points(name: str, samples: Tensor, expected: Tensor) -> Outcome:
 
     Parameters
     ----------
-    name : str
     samples : torch.Tensor
         Shape (n, k): roundings of k numbers, n times, independently.
     expected : torch.Tensor

@@ -32,23 +32,12 @@ class ReaderName(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Study:
-    """A folder of this package, or a module of it.
-
-    Attributes
-    ----------
-    name : str
-        Its own.
-    topic : str
-        One line.
-    has_exercise : bool
-    unit : Unit, optional
-        The unit of the course that it is.
-    """
+    """A folder of this package, or a module of it."""
 
     name: str
-    topic: str
+    topic: str  # one line
     has_exercise: bool = False
-    unit: Unit | None = None
+    unit: Unit | None = None  # the unit of the course that it is
 
     @property
     def page(self) -> Path | None:

@@ -79,22 +79,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Grade:
-    """How a solution did.
-
-    Attributes
-    ----------
-    passed : bool
-    message : str
-        What was seen, and where to look if it did not pass.
-    credit : float
-        Share of the cases that were right before the first that was not.
-    curve : tuple of (float, float, float)
-        Position, the solution's value and the reference's, for exercises that draw one.
-    """
+    """How a solution did."""
 
     passed: bool
-    message: str
-    credit: float = 0.0
+    message: str  # what was seen, and where to look if it did not pass
+    credit: float = 0.0  # share of the cases that were right before the first that was not
+    # Position, the solution's value and the reference's, for exercises that draw one.
     curve: tuple[tuple[float, float, float], ...] = ()
 
 
@@ -137,7 +127,6 @@ def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
     ----------
     study : str
         Its module under ``studies``.
-    solution : path
     stub : str, optional
         Folder under ``studies`` whose stub the solution began as, if not the study's.
 

@@ -21,29 +21,17 @@ SLOWDOWN_CHANGED = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCase:
-    """One case, predicted and measured.
-
-    Attributes
-    ----------
-    name : str
-    predicted_s, low_s, high_s : float
-        Step time, with the constants' intervals.
-    measured_s : float
-    foreign_cores : float
-        Cores that other processes used while this was measured.
-    slowed_s : float
-        Step time predicted for the pace that the machine had before the case.
-    slowdown_before, slowdown_after : float
-        Seconds of a fixed piece of work before and after, over what it takes at full pace.
-    """
+    """One case, predicted and measured."""
 
     name: str
+    # predicted_s, low_s, high_s: step time, with the constants' intervals.
     predicted_s: float
     low_s: float
     high_s: float
     measured_s: float
-    foreign_cores: float
-    slowed_s: float
+    foreign_cores: float  # cores that other processes used while this was measured
+    slowed_s: float  # step time predicted for the pace that the machine had before the case
+    # slowdown_before, slowdown_after: seconds of a fixed piece of work before and after, over what it takes at full pace.
     slowdown_before: float
     slowdown_after: float
 

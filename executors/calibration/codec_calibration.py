@@ -25,7 +25,6 @@ def with_codec_constants(profile: Profile, *, budget_s: float = DEFAULT_BUDGET_S
 
     Parameters
     ----------
-    profile : Profile
     budget_s : float
         Seconds to measure for; three rounds are made whatever it is.
     """

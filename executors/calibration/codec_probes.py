@@ -30,18 +30,10 @@ OnRound = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True)
 class CodecProbe:
-    """Something to time.
-
-    Attributes
-    ----------
-    name : str
-    work : mapping
-        What it counts as, see :data:`costmodel.formats.codec_time.CodecWork`.
-    run : callable
-    """
+    """Something to time."""
 
     name: str
-    work: CodecWork
+    work: CodecWork  # what it counts as, see :data:`costmodel.formats.codec_time.CodecWork`
     run: Callable[[], object]
 
 

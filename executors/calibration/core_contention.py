@@ -54,17 +54,10 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class CrowdedCores:
-    """What ranks take from each other where every core of a host has one, as measured once.
+    """What ranks take from each other where every core of a host has one, as measured once."""
 
-    Attributes
-    ----------
-    ranks_slowdown : float
-        How many times as long work takes.
-    busy_latency_s, busy_core_s : float
-        How much longer a message takes, and what work loses to it.
-    """
-
-    ranks_slowdown: float
+    ranks_slowdown: float  # how many times as long work takes
+    # busy_latency_s, busy_core_s: how much longer a message takes, and what work loses to it.
     busy_latency_s: float
     busy_core_s: float
 
@@ -136,8 +129,6 @@ def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool 
 
     Parameters
     ----------
-    gather : callable
-    rank, world_size : int
     in_turn : bool
         Whether a core's work is measured while all others rest, or while each has work of its own.
 
@@ -179,7 +170,6 @@ def lost_beside(exchanges: Callable[[], object], gather: Gather) -> tuple[float,
     ----------
     exchanges : callable
         Exchanges with all ranks, for some tenths of a second; runs on a thread beside the one that works, as in a run.
-    gather : callable
 
     Notes
     -----
@@ -235,7 +225,6 @@ def costs_beside(message: Callable[[], object], latest: Latest, gather: Gather) 
     ----------
     message : callable
         Exchanges one with a neighbour.
-    latest, gather : callable
 
     Notes
     -----

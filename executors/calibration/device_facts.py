@@ -42,36 +42,21 @@ _CONTEXT_REACH = 1.25
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Figures of an accelerator.
+    """Figures of an accelerator."""
 
-    Attributes
-    ----------
-    launch_s : float
-        Time of the host to launch a kernel.
-    synchronise_s : float
-        From the end of a kernel, which takes next to nothing, to the host that waited for it, the launch included.
-    copy_bytes_per_s : mapping
-        Of a large copy from and to pinned memory, alone and while another goes the other way.
-    pin_bytes_per_s : float
-        At which new memory of the host is pinned, which no block that torch kept serves.
-    context_bytes : int
-        Memory of the device that nothing which torch allocated accounts for; other processes' is in it.
-    attention_s : mapping
-        Seconds of causal attention in bfloat16 on the largest calibrated shape by kernel, where there is one.
-    exchange_s : mapping of int to float
-        By bytes that each of two ranks sends, where there are several devices.
-    states : tuple of DeviceState
-        Before and after the measurements, where the driver can be asked.
-    """
-
-    launch_s: float
+    launch_s: float  # time of the host to launch a kernel
+    # From the end of a kernel, which takes next to nothing, to the host that waited for it, the launch included.
     synchronise_s: float
+    # Of a large copy from and to pinned memory, alone and while another goes the other way.
     copy_bytes_per_s: Mapping[str, float]
-    pin_bytes_per_s: float
+    pin_bytes_per_s: float  # at which new memory of the host is pinned, which no block that torch kept serves
+    # Memory of the device that nothing which torch allocated accounts for; other processes' is in it.
     context_bytes: int
+    # Seconds of causal attention in bfloat16 on the largest calibrated shape by kernel, where there is one.
     attention_s: Mapping[str, float]
+    # By bytes that each of two ranks sends, where there are several devices.
     exchange_s: Mapping[int, float] = field(default_factory=dict)
-    states: tuple[DeviceState, ...] = ()
+    states: tuple[DeviceState, ...] = ()  # before and after the measurements, where the driver can be asked
 
 
 def device_facts(name: str) -> DeviceFacts:

@@ -11,26 +11,16 @@ from executors.devices import device_named
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What the driver says of a GPU at one moment.
+    """What the driver says of a GPU at one moment."""
 
-    Attributes
-    ----------
-    clock_mhz, memory_clock_mhz : int
-        Of the multiprocessors, and of the memory.
-    power_w, power_limit_w : float
-    temperature_c : int
-    used_bytes : int
-        Memory that all processes together have taken.
-    pcie_generation, pcie_lanes : int
-        Of the link as it is now; idle GPUs let it slow down.
-    """
-
+    # clock_mhz, memory_clock_mhz: of the multiprocessors, and of the memory.
     clock_mhz: int
     memory_clock_mhz: int
     power_w: float
     power_limit_w: float
     temperature_c: int
-    used_bytes: int
+    used_bytes: int  # memory that all processes together have taken
+    # pcie_generation, pcie_lanes: of the link as it is now; idle GPUs let it slow down.
     pcie_generation: int
     pcie_lanes: int
 

@@ -25,29 +25,15 @@ CACHE_BYTES = {"cpu": 1 << 18, "accelerator": 1 << 22}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Something to time.
-
-    Attributes
-    ----------
-    name : str
-    work : Work
-        What it counts as.
-    run : callable
-        Does it `num_done` times; on a GPU, issues it.
-    direction : str
-        Which way bytes are copied, where they are.
-    concurrent : callable or None
-        Runs over and over on another thread meanwhile, to see what the two take from each other.
-    before : callable or None
-        Runs before each sample and is not timed; such a sample runs the probe once.
-    num_done : int
-    """
+    """Something to time."""
 
     name: str
-    work: Work
-    run: Action
-    direction: CopyDirection = "h2d"
+    work: Work  # what it counts as
+    run: Action  # does it `num_done` times; on a GPU, issues it
+    direction: CopyDirection = "h2d"  # which way bytes are copied, where they are
+    # Runs over and over on another thread meanwhile, to see what the two take from each other.
     concurrent: Action | None = None
+    # Runs before each sample and is not timed; such a sample runs the probe once.
     before: Action | None = None
     num_done: int = 1
 

@@ -59,17 +59,7 @@ _PATIENCE = 3.0
 
 @dataclass(frozen=True)
 class StepShape:
-    """A model with random weights, a batch and a placement.
-
-    Attributes
-    ----------
-    family : str
-    hidden, head_dim, vocab, batch, seq : int
-    dtype : str
-    axes : mapping
-        Fields of the plan's axes.
-    num_blocks : int
-    """
+    """A model with random weights, a batch and a placement."""
 
     family: str
     hidden: int
@@ -78,7 +68,7 @@ class StepShape:
     batch: int
     seq: int
     dtype: DType
-    axes: Mapping[str, Mapping[str, Any]]
+    axes: Mapping[str, Mapping[str, Any]]  # fields of the plan's axes
     num_blocks: int = 2
 
 
@@ -174,36 +164,18 @@ QUANTIZED_STEP_SHAPES = (
 
 @dataclass(frozen=True)
 class WholeStep:
-    """One step as measured.
-
-    Attributes
-    ----------
-    name : str
-    program : Program
-    seconds : float
-        Median time from the end of one step to the end of the next, of steps at full speed.
-    gap_s : float
-        Median time between the last computation of a step and the first of the next.
-    pause_s : float
-        Mean time between one computation of a step and the next, where it does not wait for anything else.
-    timeline : Timeline or None
-        Spans of the steps at full speed.
-    slowing : float
-        Median of all steps' seconds over that of those at full speed.
-    references_s : tuple of float
-        What the reference took beside the steps.
-    foreign_cores : float
-        Cores that other processes kept busy meanwhile, beyond those that the kernels' threads leave free.
-    """
+    """One step as measured."""
 
     name: str
     program: Program
-    seconds: float
-    gap_s: float
+    seconds: float  # median time from the end of one step to the end of the next, of steps at full speed
+    gap_s: float  # median time between the last computation of a step and the first of the next
+    # Mean time between one computation of a step and the next, where it does not wait for anything else.
     pause_s: float = 0.0
-    timeline: Timeline | None = None
-    slowing: float = 1.0
-    references_s: tuple[float, ...] = ()
+    timeline: Timeline | None = None  # spans of the steps at full speed
+    slowing: float = 1.0  # median of all steps' seconds over that of those at full speed
+    references_s: tuple[float, ...] = ()  # what the reference took beside the steps
+    # Cores that other processes kept busy meanwhile, beyond those that the kernels' threads leave free.
     foreign_cores: float = 0.0
 
     @property
@@ -226,7 +198,6 @@ def measure_steps(
 
     Parameters
     ----------
-    topology : Topology
     node : str
         That `device` is.
     budget_s : float
@@ -418,7 +389,6 @@ def with_interval_scale(profile: Profile, ratios: Sequence[float]) -> Profile:
 
     Parameters
     ----------
-    profile : Profile
     ratios : sequence of float
         Of steps that the profile, or one like it, was not fitted to: see :func:`interval_ratios`.
 

@@ -170,7 +170,6 @@ def decode(
         uint8, one-dimensional. What follows its end, as in a buffer that is larger, is not looked at.
     shape : sequence of int, optional
         What the tensor must have; a receiver that knows it should say so.
-    device : torch.device
 
     Raises
     ------

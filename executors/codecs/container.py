@@ -39,28 +39,16 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a message says of itself.
-
-    Attributes
-    ----------
-    dtype : torch.dtype
-    shape : tuple of int
-    bits : int
-        0 for plain numbers, and then `grid`, `scope` and `encoding` are 0.
-    grid, scope : int
-        Numbers in :data:`GRIDS` and :data:`SCOPES`.
-    encoding : int
-        1 + the number in :data:`~costmodel.formats.codecs.ENCODINGS`; 0 for plain numbers.
-    background, gap_bits, num_items : int
-        Of the payload.
-    """
+    """What a message says of itself."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    bits: int = 0
+    bits: int = 0  # 0 for plain numbers, and then `grid`, `scope` and `encoding` are 0
+    # grid, scope: numbers in :data:`GRIDS` and :data:`SCOPES`.
     grid: int = 0
     scope: int = 0
-    encoding: int = 0
+    encoding: int = 0  # 1 + the number in :data:`~costmodel.formats.codecs.ENCODINGS`; 0 for plain numbers
+    # background, gap_bits, num_items: of the payload.
     background: int = 0
     gap_bits: int = 0
     num_items: int = 0

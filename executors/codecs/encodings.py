@@ -97,12 +97,7 @@ class Symbols:
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """What a receiver knows of the symbols before it reads them.
-
-    Attributes
-    ----------
-    num_elements, num_columns, bits : int
-    """
+    """What a receiver knows of the symbols before it reads them."""
 
     num_elements: int
     num_columns: int
@@ -116,26 +111,13 @@ class MessageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Symbols written down.
-
-    Attributes
-    ----------
-    encoding : str
-    body : numpy.ndarray
-        uint8.
-    background : int
-        The symbol that is left out.
-    gap_bits : int
-        Of a run length; 0 elsewhere.
-    num_items : int
-        Symbols, tokens or words that the body holds, by encoding.
-    """
+    """Symbols written down."""
 
     encoding: Encoding
-    body: Bytes
-    background: int = 0
-    gap_bits: int = 0
-    num_items: int = 0
+    body: Bytes  # uint8
+    background: int = 0  # the symbol that is left out
+    gap_bits: int = 0  # of a run length; 0 elsewhere
+    num_items: int = 0  # symbols, tokens or words that the body holds, by encoding
 
 
 class SymbolEncoding(ABC):

@@ -34,28 +34,16 @@ def received(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Whether a quantized activation still sees a perturbation of the parameters before it.
+    """Whether a quantized activation still sees a perturbation of the parameters before it."""
 
-    Attributes
-    ----------
-    epsilon : float
-        Smoothing radius at which the activations were taken.
-    changed : float
-        Part of the elements whose symbol differs between the two signs.
-    noise_to_signal : float
-        ``‖(C(a⁺) - C(a⁻)) - (a⁺ - a⁻)‖ / ‖a⁺ - a⁻‖``: what the codec adds to a difference, against the difference. A
-        projected gradient through a linear rest of the model, whose weights point anywhere, is off by this factor.
-    smallest_epsilon : float
-        Where the two are equal, by the law of `exponent`.
-    exponent : float
-        The noise of the ratio falls as ``ε^-exponent``: 1 for independent roundings, ½ for the nearest or for the
-        same random numbers at both signs, where an element is off only if a threshold lies between its two values.
-    """
-
-    epsilon: float
-    changed: float
+    epsilon: float  # smoothing radius at which the activations were taken
+    changed: float  # part of the elements whose symbol differs between the two signs
+    # ``‖(C(a⁺) - C(a⁻)) - (a⁺ - a⁻)‖ / ‖a⁺ - a⁻‖``: what the codec adds to a difference, against the difference. A
+    # projected gradient through a linear rest of the model, whose weights point anywhere, is off by this factor.
     noise_to_signal: float
-    smallest_epsilon: float
+    smallest_epsilon: float  # where the two are equal, by the law of `exponent`
+    # The noise of the ratio falls as ``ε^-exponent``: 1 for independent roundings, ½ for the nearest or for the same
+    # random numbers at both signs, where an element is off only if a threshold lies between its two values.
     exponent: float
 
     @property

@@ -17,18 +17,10 @@ from topology.errors import CodecError
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Something that a codec cannot represent, if it is there.
+    """Something that a codec cannot represent, if it is there."""
 
-    Attributes
-    ----------
-    is_there : torch.Tensor
-        A boolean of no axes, on the device of the values.
-    error : callable
-        Makes the error that says so.
-    """
-
-    is_there: Tensor
-    error: Callable[[], CodecError]
+    is_there: Tensor  # a boolean of no axes, on the device of the values
+    error: Callable[[], CodecError]  # makes the error that says so
 
 
 Doubting = Callable[[Doubt], None]
@@ -45,21 +37,16 @@ def ask_at_once(doubt: Doubt) -> None:
 class Fitted:
     """Equidistant values ``offset + n·step`` for levels n from `low` to `high`, by group.
 
-    Attributes
-    ----------
-    offset, step : torch.Tensor
-        float32, or float64 for tensors in float64; shape (1, 1), (R, 1) or (1, C).
-    low, high : torch.Tensor
-        In the same format and shape.
-
     Notes
     -----
     The symbol of a level is its lowest ``b`` bits. Where 0 is on the grid its level is 0, so its symbol is 0, too,
     whatever group it lies in.
     """
 
+    # offset, step: float32, or float64 for tensors in float64; shape (1, 1), (R, 1) or (1, C).
     offset: Tensor
     step: Tensor
+    # low, high: in the same format and shape.
     low: Tensor
     high: Tensor
 
@@ -87,7 +74,6 @@ def fit(
     ----------
     rows : torch.Tensor
         Shape (R, C), not empty, in its own format.
-    spec : CodecSpec
     dtype : torch.dtype
         Format of the parameters.
     doubt : callable

@@ -21,27 +21,15 @@ CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A tensor as symbols.
-
-    Attributes
-    ----------
-    spec : CodecSpec
-    shape : tuple of int
-    dtype : torch.dtype
-        Of the tensor that it was.
-    symbols : torch.Tensor
-        uint8, shape (R, C), each below ``2^bits``.
-    parameters : tuple of torch.Tensor
-        Of the grids, as :func:`executors.codecs.grids.fit` returns them; none for an empty tensor.
-    doubts : tuple of Doubt
-        Whether the codec can represent the values, where nobody has asked yet: symbols mean nothing where it cannot.
-    """
+    """A tensor as symbols."""
 
     spec: CodecSpec
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    symbols: Tensor
+    dtype: torch.dtype  # of the tensor that it was
+    symbols: Tensor  # uint8, shape (R, C), each below ``2^bits``
+    # Of the grids, as :func:`executors.codecs.grids.fit` returns them; none for an empty tensor.
     parameters: tuple[Tensor, ...]
+    # Whether the codec can represent the values, where nobody has asked yet: symbols mean nothing where it cannot.
     doubts: tuple[Doubt, ...] = ()
 
 

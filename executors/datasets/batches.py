@@ -18,14 +18,10 @@ from topology.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Padded examples.
+    """Padded examples."""
 
-    Attributes
-    ----------
-    input_ids, attention_mask, labels : LongTensor (batch, length)
-        Padded on the right; labels are -100 and the mask 0 where padded.
-    """
-
+    # input_ids, attention_mask, labels: LongTensor (batch, length): padded on the right; labels are -100 and the mask 0
+    # where padded.
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     labels: torch.Tensor
@@ -112,16 +108,6 @@ def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: in
 class Batches:
     """Batches by number: batch ``k`` is a function of ``k`` alone.
 
-    Attributes
-    ----------
-    shuffle : bool
-        Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same over a fresh seeded
-        permutation of the lines in each epoch.
-    seed : int
-        Of the permutations; torch's generators are neither used nor moved.
-    length : int or None
-        Pad every batch to this many tokens; None: to its longest example.
-
     Raises
     ------
     DataError
@@ -130,9 +116,11 @@ class Batches:
 
     dataset: Dataset
     batch_size: int
+    # Off: batch ``k`` is lines ``k·B`` to ``k·B + B - 1``, wrapping. On: the same over a fresh seeded permutation of the
+    # lines in each epoch.
     shuffle: bool = False
-    seed: int = 0
-    length: int | None = None
+    seed: int = 0  # of the permutations; torch's generators are neither used nor moved
+    length: int | None = None  # pad every batch to this many tokens; None: to its longest example
     pad_token: int = 0
 
     def __post_init__(self) -> None:

@@ -43,19 +43,11 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class LineFile:
-    """Index of the lines of a JSON-lines file; blank lines do not count.
-
-    Attributes
-    ----------
-    offsets : array of int64
-        First byte of each line.
-    numbers : array of int64
-        Its number in the file, from 1, for messages.
-    """
+    """Index of the lines of a JSON-lines file; blank lines do not count."""
 
     path: Path
-    offsets: npt.NDArray[np.int64]
-    numbers: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]  # array of int64: first byte of each line
+    numbers: npt.NDArray[np.int64]  # array of int64: its number in the file, from 1, for messages
     sha256: str
 
     @classmethod
@@ -135,24 +127,12 @@ class LineFile:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the examples that a model can be fed.
+    """Limits of the examples that a model can be fed."""
 
-    Attributes
-    ----------
-    vocab_size : int or None
-        Token ids and labels must be below it.
-    max_length : int or None
-        Longest sequence, in tokens.
-    truncate : bool
-        Whether longer ones are cut rather than refused.
-    num_positions : int or None
-        Of the model, for the hint to whoever has longer ones.
-    """
-
-    vocab_size: int | None = None
-    max_length: int | None = None
-    truncate: bool = False
-    num_positions: int | None = None
+    vocab_size: int | None = None  # token ids and labels must be below it
+    max_length: int | None = None  # longest sequence, in tokens
+    truncate: bool = False  # whether longer ones are cut rather than refused
+    num_positions: int | None = None  # of the model, for the hint to whoever has longer ones
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -203,23 +183,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples of one file, in the order of its lines.
-
-    Attributes
-    ----------
-    template : PromptTemplate or None
-        None for lines of tokens.
-    tokenizer : OffsetTokenizer or None
-        The model's, needed with a template.
-    fills_masks : bool
-        Whether the model fills in masks: they then stand where labels are.
-    """
+    """Examples of one file, in the order of its lines."""
 
     lines: LineFile
     limits: Limits = Limits()
-    template: PromptTemplate | None = None
-    tokenizer: OffsetTokenizer | None = None
-    fills_masks: bool = False
+    template: PromptTemplate | None = None  # None for lines of tokens
+    tokenizer: OffsetTokenizer | None = None  # the model's, needed with a template
+    fills_masks: bool = False  # whether the model fills in masks: they then stand where labels are
 
     def __len__(self) -> int:
         return len(self.lines)

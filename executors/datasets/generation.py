@@ -23,22 +23,13 @@ class CausalModel(Protocol):
 
 @dataclass(frozen=True)
 class Generation:
-    """How greedy answers are made and read.
+    """How greedy answers are made and read."""
 
-    Attributes
-    ----------
-    decode : callable
-        Turns token ids into text, as a tokenizer's ``decode``.
-    stop_tokens : sequence of int
-        Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
-    max_length : int or None
-        Tokens of prompt and answer together at most: the model's positions.
-    """
-
-    decode: Callable[[Sequence[int]], Any]
+    decode: Callable[[Sequence[int]], Any]  # turns token ids into text, as a tokenizer's ``decode``
+    # Tokens that end an answer and do not belong to it, such as a newline's or the end of text.
     stop_tokens: Sequence[int] = ()
     max_new_tokens: int = 32
-    max_length: int | None = None
+    max_length: int | None = None  # tokens of prompt and answer together at most: the model's positions
 
 
 def prompt_of(example: Example) -> tuple[int, ...]:

@@ -40,14 +40,10 @@ class OffsetTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence and its labels.
+    """One sequence and its labels."""
 
-    Attributes
-    ----------
-    input_ids, labels : tuple of int
-        Of equal length; a label of -100 is not asked for. The model itself shifts labels by one position.
-    """
-
+    # input_ids, labels: of equal length; a label of -100 is not asked for. The model itself shifts labels by one
+    # position.
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
 
@@ -84,29 +80,15 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Candidate completions of one prompt.
+    """Candidate completions of one prompt."""
 
-    Attributes
-    ----------
-    candidates : tuple of Example
-        Each labels only its own completion.
-    answer : int
-        Index of the right one.
-    """
-
-    candidates: tuple[Example, ...]
-    answer: int
+    candidates: tuple[Example, ...]  # each labels only its own completion
+    answer: int  # index of the right one
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
     """Text with named fields, and the words that labels are spelled as.
-
-    Attributes
-    ----------
-    label_words : mapping of str to str
-        Word of each label, by the label as JSON spells it (``"0"``, ``"entailment"``, ``"true"``). Empty: the
-        label is its own word, or the index of one of the line's ``choices``.
 
     Raises
     ------
@@ -121,6 +103,8 @@ class PromptTemplate:
     """
 
     text: str
+    # Word of each label, by the label as JSON spells it (``"0"``, ``"entailment"``, ``"true"``). Empty: the label is its
+    # own word, or the index of one of the line's ``choices``.
     label_words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

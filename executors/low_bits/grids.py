@@ -28,14 +28,9 @@ def num_nonzero(numbers: Tensor) -> Tensor:
 
 
 class Grid(ABC):
-    """The values of a format, symmetric about 0 or not.
+    """The values of a format, symmetric about 0 or not."""
 
-    Attributes
-    ----------
-    low, high : float
-        Least and largest value.
-    """
-
+    # low, high: least and largest value.
     low: float
     high: float
 
@@ -127,18 +122,10 @@ class Integers(Grid):
 
 @dataclass(frozen=True)
 class Floats(Grid):
-    """Signed binary floating-point numbers, with subnormals and without infinities.
-
-    Attributes
-    ----------
-    mantissa_bits : int
-    smallest_exponent : int
-        Of a normal number.
-    high : float
-    """
+    """Signed binary floating-point numbers, with subnormals and without infinities."""
 
     mantissa_bits: int
-    smallest_exponent: int
+    smallest_exponent: int  # of a normal number
     high: float
 
     @property

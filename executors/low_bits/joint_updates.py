@@ -21,20 +21,11 @@ _SHARED_ELEMENTS = 1 << 22
 
 
 class JointUpdate(NamedTuple):
-    """A weight, and the step that updates it.
-
-    Attributes
-    ----------
-    quantized : QuantizedTensor
-    perturbation : torch.Tensor or PackedValues
-        In the shape of the weight; a tensor is int8.
-    uniforms : callable
-        As of :meth:`executors.low_bits.quantized.QuantizedTensor.apply`.
-    """
+    """A weight, and the step that updates it."""
 
     quantized: QuantizedTensor
-    perturbation: QValues
-    uniforms: Uniforms
+    perturbation: QValues  # torch.Tensor or PackedValues: in the shape of the weight; a tensor is int8
+    uniforms: Uniforms  # as of :meth:`executors.low_bits.quantized.QuantizedTensor.apply`
 
 
 def shares_passes(quantized: QuantizedTensor) -> bool:
@@ -56,8 +47,6 @@ def update_jointly(
     ----------
     updates : sequence of JointUpdate
         Of weights with one QuantConfig, for which :func:`shares_passes` holds.
-    factor : float or DeviceScalar
-    decay : float
     counted : UpdateCounts
         Is added to.
     """

@@ -41,24 +41,16 @@ class QuantizedLinear(nn.Linear):
 
     Attributes
     ----------
-    quant_config : QuantConfig or None
-        How the weight is, or will be, quantized.
     quantized : QuantizedTensor or None
         The quantized weight. A function given in its place is called at each access.
-    side_path : SidePath or None
-        Perturbation added to the weight in the current forward.
-    was : type
-        Original class: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight has shape (inputs, outputs).
-    product : str
-        See :data:`zosim.plans.low_bits.KernelName`.
-    input_scales, input_format : str
-        As of :class:`zosim.plans.LowBits`.
     """
 
-    quant_config: QuantConfig | None
-    side_path: SidePath | None
+    quant_config: QuantConfig | None  # how the weight is, or will be, quantized
+    side_path: SidePath | None  # perturbation added to the weight in the current forward
+    # Original class: ``torch.nn.Linear``, or transformers' ``Conv1D``, whose weight has shape (inputs, outputs).
     was: type[nn.Module]
-    product: KernelName
+    product: KernelName  # see :data:`zosim.plans.low_bits.KernelName`
+    # input_scales, input_format: as of :class:`zosim.plans.LowBits`.
     input_scales: InputScales
     input_format: InputFormat
     _quantized: QuantizedTensor | Callable[[], QuantizedTensor] | None
@@ -212,7 +204,6 @@ def quantized_inputs(
         Shape (tokens, features), floating point.
     scope : {"token", "tensor"}
         What shares a scale.
-    input_format : {"int8", "float8"}
 
     Returns
     -------
@@ -294,9 +285,6 @@ def quantize_layers(
 
     Parameters
     ----------
-    blocks : iterable of torch.nn.Module
-    low_bits : LowBits
-    device : torch.device
     quant_config : QuantConfig, optional
         How their weights are kept; by default as `low_bits` says, with scales in float32.
 
@@ -319,7 +307,6 @@ def make_quantizable(blocks: Iterable[nn.Module], quant_config: QuantConfig | No
 
     Parameters
     ----------
-    blocks : iterable of torch.nn.Module
     quant_config : QuantConfig
         How their weights are kept then.
 
@@ -397,14 +384,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
 
 
 class Deferred(NamedTuple):
-    """A tensor that is made when it is written.
-
-    Attributes
-    ----------
-    shape : torch.Size
-    dtype : torch.dtype
-    make : callable
-    """
+    """A tensor that is made when it is written."""
 
     shape: torch.Size
     dtype: torch.dtype

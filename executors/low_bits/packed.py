@@ -32,14 +32,6 @@ _MASKS = {4: (0x0F0F,), 2: (0x000F000F, 0x03030303)}
 class PackedValues:
     """Packed values from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, read and written as int8 tensors.
 
-    Attributes
-    ----------
-    memory : torch.Tensor
-        uint8, one-dimensional.
-    shape : torch.Size
-    bits : int
-        2 or 4.
-
     Examples
     --------
     >>> qvalues = PackedValues(torch.zeros(3, dtype=torch.uint8), torch.Size((2, 3)), 4)
@@ -48,9 +40,9 @@ class PackedValues:
     ([225, 131, 7], [[-8, 7, 0]])
     """
 
-    memory: Tensor
+    memory: Tensor  # uint8, one-dimensional
     shape: torch.Size
-    bits: int
+    bits: int  # 2 or 4
 
     @property
     def device(self) -> torch.device:

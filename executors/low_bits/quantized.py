@@ -43,23 +43,12 @@ _FIT_STEPS = 20
 
 
 class SidePath(NamedTuple):
-    """A scaled perturbation that a layer adds to its weight.
+    """A scaled perturbation that a layer adds to its weight."""
 
-    Attributes
-    ----------
-    perturbation : torch.Tensor or PackedValues
-        In the shape of the weight; a tensor is int8.
-    factor : float
-    rows : torch.Tensor or None
-        Indices of its nonzero rows; None for all.
-    rows_on_host : torch.Tensor or None
-        The same on the host, unless `rows` are there.
-    """
-
-    perturbation: QValues
+    perturbation: QValues  # torch.Tensor or PackedValues: in the shape of the weight; a tensor is int8
     factor: float
-    rows: Tensor | None = None
-    rows_on_host: Tensor | None = None
+    rows: Tensor | None = None  # indices of its nonzero rows; None for all
+    rows_on_host: Tensor | None = None  # the same on the host, unless `rows` are there
 
     def bind(self, bound: BoundParameter) -> None:
         """Make the layer add this perturbation."""
@@ -89,26 +78,13 @@ class SidePath(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizedTensor(Stored):
-    """A quantized weight: stored values, scales and, where there are any, zero points.
-
-    Attributes
-    ----------
-    quant_config : QuantConfig
-    shape : torch.Size
-        Outputs and inputs.
-    qvalues : torch.Tensor
-        uint8, shape (outputs, bytes per row); several values of fewer than 8 bits share a byte.
-    scales : torch.Tensor
-        Shape (1, 1), (outputs, 1) or (outputs, groups).
-    zeros : torch.Tensor or None
-        uint8, in the shape of `scales`.
-    """
+    """A quantized weight: stored values, scales and, where there are any, zero points."""
 
     quant_config: QuantConfig
-    shape: torch.Size
-    qvalues: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
+    shape: torch.Size  # outputs and inputs
+    qvalues: Tensor  # uint8, shape (outputs, bytes per row); several values of fewer than 8 bits share a byte
+    scales: Tensor  # shape (1, 1), (outputs, 1) or (outputs, groups)
+    zeros: Tensor | None = None  # uint8, in the shape of `scales`
 
     @classmethod
     def empty(cls, quant_config: QuantConfig, shape: torch.Size, device: torch.device) -> QuantizedTensor:
@@ -341,8 +317,6 @@ class QuantizedTensor(Stored):
         ----------
         perturbation : torch.Tensor or PackedValues
             In the shape of the weight; a tensor is int8 or floating-point.
-        factor : float or DeviceScalar
-        decay : float
         uniforms : callable
             Of the elements of these rows, one after the other.
         rows : torch.Tensor, optional

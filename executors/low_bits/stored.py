@@ -71,21 +71,11 @@ class ChosenRows(NamedTuple):
 
 @dataclass
 class UpdateCounts:
-    """Counts of updated elements of quantized weights.
+    """Counts of updated elements of quantized weights."""
 
-    Attributes
-    ----------
-    num : int
-        Elements with a nonzero update.
-    unchanged : int
-        Of these, elements that rounding left as they were.
-    saturated : int
-        Of these, elements clamped at the end of the grid.
-    """
-
-    num: int = 0
-    unchanged: int = 0
-    saturated: int = 0
+    num: int = 0  # elements with a nonzero update
+    unchanged: int = 0  # of these, elements that rounding left as they were
+    saturated: int = 0  # of these, elements clamped at the end of the grid
 
     def __post_init__(self) -> None:
         self._there: Tensor | None = None
@@ -115,24 +105,15 @@ class UpdateCounts:
 
 @dataclass(frozen=True)
 class PerturbationStep:
-    """A scaled perturbation that leads to an evaluation point.
+    """A scaled perturbation that leads to an evaluation point."""
 
-    Attributes
-    ----------
-    scale : float
-        ``s·ε``, or ``ε`` where a path says each ``s``.
-    rounding : RoundedPerturbation or None
-        How the perturbation was rounded; None where it is numbers.
-    copies, copy : callable
-        As :func:`executors.steps.arithmetic.gathered_several` and :func:`executors.steps.arithmetic.gathered`.
-    rows : callable
-        Takes a parameter's index, and returns the rows in which the perturbation is not 0; None for all.
-    """
-
-    scale: float
-    rounding: RoundedPerturbation | None
+    scale: float  # ``s·ε``, or ``ε`` where a path says each ``s``
+    rounding: RoundedPerturbation | None  # how the perturbation was rounded; None where it is numbers
+    # copies, copy: as :func:`executors.steps.arithmetic.gathered_several` and
+    # :func:`executors.steps.arithmetic.gathered`.
     copies: Callable[[Sequence[Tensor], Sequence[Tensor], float], list[Tensor]]
     copy: Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
+    # Takes a parameter's index, and returns the rows in which the perturbation is not 0; None for all.
     rows: Callable[[int], ChosenRows | None] = lambda _: None
 
     @property
@@ -143,42 +124,23 @@ class PerturbationStep:
 
 @dataclass
 class UpdateStep:
-    """A step along a rounded perturbation.
+    """A step along a rounded perturbation."""
 
-    Attributes
-    ----------
-    gradient : float or DeviceScalar
-        What the perturbation is multiplied by before the learning rate.
-    rate : float
-        The learning rate.
-    decay, rounded_decay : float
-        Of numbers; and of what is rounded to a grid, which decays when it is rounded.
-    rounding : RoundedPerturbation
-    rows : callable
-        As of :class:`PerturbationStep`.
-    uniforms : callable
-        Takes a first and a last element and a parameter's index, and returns a float32 number in [0, 1) for each between.
-    counted : UpdateCounts
-        Is added to.
-    add : callable
-        As :meth:`executors.steps.arithmetic.ParamPass.update_several`.
-    sums : list of torch.Tensor or None
-        Where several steps are rounded together, what those before add up to, by parameter; then what they do with this one.
-    is_rounded : bool
-        Whether what is summed is rounded now.
-    """
-
-    gradient: float | DeviceScalar
-    rate: float
+    gradient: float | DeviceScalar  # what the perturbation is multiplied by before the learning rate
+    rate: float  # the learning rate
+    # decay, rounded_decay: of numbers; and of what is rounded to a grid, which decays when it is rounded.
     decay: float
     rounded_decay: float
     rounding: RoundedPerturbation
-    rows: Callable[[int], ChosenRows | None]
+    rows: Callable[[int], ChosenRows | None]  # as of :class:`PerturbationStep`
+    # Takes a first and a last element and a parameter's index, and returns a float32 number in [0, 1) for each between.
     uniforms: Callable[..., Tensor]
-    counted: UpdateCounts
-    add: Callable[..., None]
+    counted: UpdateCounts  # is added to
+    add: Callable[..., None]  # as :meth:`executors.steps.arithmetic.ParamPass.update_several`
+    # Where several steps are rounded together, what those before add up to, by parameter; then what they do with this
+    # one.
     sums: list[Tensor] | None = None
-    is_rounded: bool = True
+    is_rounded: bool = True  # whether what is summed is rounded now
 
 
 class Stored(ABC):

@@ -104,7 +104,6 @@ class CounterSampler:
             Position among the trainable parameters.
         offset : int
             First element wanted.
-        key : CounterKey
         sampler : Perturbation
         factor : float, optional
             Multiplies every number, which is rounded again.

@@ -35,34 +35,19 @@ _TILE_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class LazyInterval:
-    """Steps that share their factors ``V``.
+    """Steps that share their factors ``V``."""
 
-    Attributes
-    ----------
-    first : int
-        Number of the first of them.
-    seeds : tuple of int
-        Its seeds, one per perturbation.
-    """
-
-    first: int
-    seeds: tuple[int, ...]
+    first: int  # number of the first of them
+    seeds: tuple[int, ...]  # its seeds, one per perturbation
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A perturbation of several tensors.
+    """A perturbation of several tensors."""
 
-    Attributes
-    ----------
-    lefts : tuple of torch.Tensor
-        Of a matrix ``U``, of shape (rows, rank); any other tensor's whole perturbation, in its shape.
-    rights : tuple of torch.Tensor or None
-        Of a matrix ``V``, of shape (columns, rank).
-    """
-
+    # Of a matrix ``U``, of shape (rows, rank); any other tensor's whole perturbation, in its shape.
     lefts: tuple[Tensor, ...]
-    rights: tuple[Tensor | None, ...]
+    rights: tuple[Tensor | None, ...]  # of a matrix ``V``, of shape (columns, rank)
 
 
 def is_matrix(shape: Sequence[int]) -> bool:

@@ -16,20 +16,12 @@ from costmodel.formats.low_bits import ROUNDED_AT_ONCE
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Part of a block that is drawn.
-
-    Attributes
-    ----------
-    block, seed : int
-    begin : int
-        Its first element, of the table's.
-    num_before, num : int
-        Elements of the block that are passed over, and those that are drawn.
-    """
+    """Part of a block that is drawn."""
 
     block: int
     seed: int
-    begin: int
+    begin: int  # its first element, of the table's
+    # num_before, num: elements of the block that are passed over, and those that are drawn.
     num_before: int
     num: int
 

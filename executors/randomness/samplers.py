@@ -15,15 +15,9 @@ from topology.errors import PlanError
 
 
 class DistributionSampler(ABC):
-    """How tensors of a distribution are drawn.
+    """How tensors of a distribution are drawn."""
 
-    Attributes
-    ----------
-    distribution : Distribution
-        What is known of them without drawing any.
-    """
-
-    distribution: Distribution
+    distribution: Distribution  # what is known of them without drawing any
 
     @abstractmethod
     def fill(self, out: Tensor, generator: Generator) -> None:

@@ -98,7 +98,6 @@ class SequentialSampler:
             Given a tensor's place, the first element of a chunk of it, and the numbers of that chunk.
         like : torch.Tensor
             In whose format, and where, numbers are drawn.
-        generator : torch.Generator
         """
         begin = generator.get_state()
         shares, raw = self._shares(like)

@@ -36,16 +36,11 @@ class Packed:
 
     No header and no checksum, which would take the host: the receiver knows the shapes from its own batch, and the formats
     come with the length, from host to host.
-
-    Attributes
-    ----------
-    data : torch.Tensor
-        Their bytes, each beginning at a multiple of 256: the next stage multiplies by what it gets, where it lies.
-    formats : tuple of int
-        Numbers of the formats of odd and of even tensors, as in the header of an encoded message.
     """
 
+    # Their bytes, each beginning at a multiple of 256: the next stage multiplies by what it gets, where it lies.
     data: Tensor
+    # Numbers of the formats of odd and of even tensors, as in the header of an encoded message.
     formats: tuple[int, ...]
 
     @property

@@ -63,18 +63,10 @@ def is_on_one_host() -> bool:
 
 @dataclass(frozen=True)
 class LastReport:
-    """What a rank left.
+    """What a rank left."""
 
-    Attributes
-    ----------
-    stage : str
-        Its stage in words, "" where the model is not split.
-    line : str
-        The last instruction that it began, "" if none.
-    """
-
-    stage: str = ""
-    line: str = ""
+    stage: str = ""  # its stage in words, "" where the model is not split
+    line: str = ""  # the last instruction that it began, "" if none
 
     def of(self, rank: int) -> str:
         """Describe the rank, with its stage."""

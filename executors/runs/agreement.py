@@ -22,15 +22,9 @@ _MOST_STEPS = 1000
 
 
 class Disagreement(RunError):  # noqa: N818 - reads as the statement it makes
-    """Raised when the weights of some rank do not follow from the run's steps.
+    """Raised when the weights of some rank do not follow from the run's steps."""
 
-    Attributes
-    ----------
-    num_agreed_steps : int
-        Steps that the latest comparison without a difference had behind it.
-    """
-
-    num_agreed_steps: int = 0
+    num_agreed_steps: int = 0  # steps that the latest comparison without a difference had behind it
 
 
 class StepInputs:
@@ -67,22 +61,13 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports in a comparison.
+    """What one rank reports in a comparison."""
 
-    Attributes
-    ----------
-    sums : mapping of str to int
-        Checksum of what it holds or wrote, by name.
-    disturbances : sequence of Disturbance
-        Weights that it did not find as it had left them, the earliest first.
-    inputs : sequence of mapping of str to str
-        See :class:`StepInputs`.
-    """
-
-    sums: Mapping[str, int]
+    sums: Mapping[str, int]  # checksum of what it holds or wrote, by name
+    # Weights that it did not find as it had left them, the earliest first.
     disturbances: Sequence[Disturbance] = ()
     history: str = ""
-    inputs: Sequence[Mapping[str, str]] = field(default=(), repr=False)
+    inputs: Sequence[Mapping[str, str]] = field(default=(), repr=False)  # see :class:`StepInputs`
 
 
 def refuse_disagreement(

@@ -28,64 +28,44 @@ MOST_CLASSES = 64
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
-    """Classification or multiple choice by the log-probability of the answers.
-
-    Attributes
-    ----------
-    accuracy, accuracy_stderr : float
-        Share of right answers, and its binomial standard error.
-    loss, loss_stderr : float
-        Mean over examples of the negative log-probability per token of the right answer, in nats, and the
-        standard error of that mean.
-    """
+    """Classification or multiple choice by the log-probability of the answers."""
 
     num_examples: int
     num_correct: int
+    # accuracy, accuracy_stderr: share of right answers, and its binomial standard error.
     accuracy: float
     accuracy_stderr: float
+    # loss, loss_stderr: mean over examples of the negative log-probability per token of the right answer, in nats, and
+    # the standard error of that mean.
     loss: float
     loss_stderr: float
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityResult:
-    """Loss over every token that carries a label.
-
-    Attributes
-    ----------
-    loss, loss_stderr : float
-        Mean negative log-probability per token, in nats; its standard error counts examples as independent.
-    perplexity : float
-        ``exp(loss)``.
-    """
+    """Loss over every token that carries a label."""
 
     num_examples: int
     num_tokens: int
+    # loss, loss_stderr: mean negative log-probability per token, in nats; its standard error counts examples as
+    # independent.
     loss: float
     loss_stderr: float
-    perplexity: float
+    perplexity: float  # ``exp(loss)``
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """Greedy answers against the expected ones.
-
-    Attributes
-    ----------
-    exact_match, exact_match_stderr : float
-        Share of answers that are equal after normalisation.
-    f1, f1_stderr : float
-        Mean over examples of the harmonic mean of precision and recall over words.
-    answers : tuple of str
-        What was generated, in the order of the data.
-    """
+    """Greedy answers against the expected ones."""
 
     num_examples: int
+    # exact_match, exact_match_stderr: share of answers that are equal after normalisation.
     exact_match: float
     exact_match_stderr: float
+    # f1, f1_stderr: mean over examples of the harmonic mean of precision and recall over words.
     f1: float
     f1_stderr: float
-    answers: tuple[str, ...]
+    answers: tuple[str, ...]  # what was generated, in the order of the data
 
 
 @torch.no_grad()

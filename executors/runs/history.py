@@ -30,23 +30,14 @@ _LOSS_FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class History:
-    """The complete steps of a run.
-
-    Attributes
-    ----------
-    records : tuple of StepRecord
-        By step, from 0.
-    num_bytes : int
-        Length of the log up to the last complete step; what follows was being written when the run died.
-    digests : mapping of int to str
-        Hash of the parameters by the number of steps behind them.
-    """
+    """The complete steps of a run."""
 
     directory: Path
     header: Mapping[str, Any]
-    records: tuple[StepRecord, ...]
+    records: tuple[StepRecord, ...]  # by step, from 0
+    # Length of the log up to the last complete step; what follows was being written when the run died.
     num_bytes: int
-    digests: Mapping[int, str]
+    digests: Mapping[int, str]  # hash of the parameters by the number of steps behind them
 
     @property
     def num_steps(self) -> int:

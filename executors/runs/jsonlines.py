@@ -30,18 +30,10 @@ DAMAGED_LINE = "restore the file from a copy, or truncate it before that line an
 
 @dataclass(frozen=True)
 class Line:
-    """One complete line.
+    """One complete line."""
 
-    Attributes
-    ----------
-    number : int
-        From 1.
-    end : int
-        Byte after its newline.
-    """
-
-    number: int
-    end: int
+    number: int  # from 1
+    end: int  # byte after its newline
     row: dict[str, Any]
 
 

@@ -16,17 +16,6 @@ Kind = Literal["constant", "linear", "cosine"]
 class LearningRate(Section):
     """The learning rate that each step's update is applied with.
 
-    Attributes
-    ----------
-    kind : str
-        ``"constant"``, ``"linear"`` (to zero) or ``"cosine"`` (half a period, to zero).
-    learning_rate : float
-        The largest rate, ``lr0``.
-    num_steps : int
-        Steps of the whole run, ``T``; a resumed run must state the same number.
-    warmup_steps : int
-        Steps ``W`` over which the rate climbs linearly before `kind` takes over.
-
     Raises
     ------
     RunError
@@ -49,10 +38,13 @@ class LearningRate(Section):
 
     model_config = ConfigDict(strict=True)
 
+    # ``"constant"``, ``"linear"`` (to zero) or ``"cosine"`` (half a period, to zero).
     kind: Annotated[
         Kind, Setting("--lr-schedule", "Schedule of the learning rate after the warm-up.", "numbers")
     ] = "constant"
+    # The largest rate, ``lr0``.
     learning_rate: Annotated[float, Setting("--lr", "Peak learning rate.", "numbers")] = 1e-6
+    # Steps of the whole run, ``T``; a resumed run must state the same number.
     num_steps: Annotated[
         int,
         Setting(
@@ -62,6 +54,7 @@ class LearningRate(Section):
             heading="Run",
         ),
     ]
+    # Steps ``W`` over which the rate climbs linearly before `kind` takes over.
     warmup_steps: Annotated[
         int, Setting("--warmup", "Number of warm-up steps before the peak learning rate.", "numbers")
     ] = 0

@@ -147,17 +147,13 @@ def refuse_nonfinite(record: StepRecord) -> None:
 class DivergenceWatch:
     """Detects divergence by the median loss of the latest :data:`RECENT_STEPS` steps.
 
-    Attributes
-    ----------
-    best_step : int
-        Steps behind the weights when that median was lowest: the last good state of a run that diverges.
-
     Notes
     -----
     A run diverges when the median exceeds twice its lowest value so far (at first, the first loss), and by more than
     one. A single batch does not move a median; a step that blows up shows within five steps.
     """
 
+    # Steps behind the weights when that median was lowest: the last good state of a run that diverges.
     best_step: int = 0
     _best: float | None = None
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))

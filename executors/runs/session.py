@@ -73,17 +73,11 @@ _SAME_ON_ALL_RANKS = (
 
 @dataclass(frozen=True)
 class BegunStep:
-    """A step that has been issued (:meth:`Session.begin_step`).
+    """A step that has been issued (:meth:`Session.begin_step`)."""
 
-    Attributes
-    ----------
-    is_known : bool
-        Whether its losses are numbers of the host already, so that reading them waits for nothing.
-    record : callable
-        Returns its losses and projected gradients, waiting for them; raises a RunError if one of them is not a number.
-    """
-
+    # Whether its losses are numbers of the host already, so that reading them waits for nothing.
     is_known: bool
+    # Returns its losses and projected gradients, waiting for them; raises a RunError if one of them is not a number.
     record: Callable[[], StepRecord]
 
 

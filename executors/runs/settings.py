@@ -110,16 +110,7 @@ class DataSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """Evaluations on other data while training.
-
-    Attributes
-    ----------
-    every : int
-        Steps between evaluations; 0 for one before the first step and one after the last.
-    task : str
-        What is asked: the right one of several answers, the labelled tokens, or an answer in the model's own words.
-        ``"auto"`` goes by the lines.
-    """
+    """Evaluations on other data while training."""
 
     model_config = _STRICT
 
@@ -198,45 +189,7 @@ def check_data(data: DataSettings, evaluation: EvaluationSettings | None) -> Non
 
 
 class RunOptions(Section):
-    """Options of a run beside its plan, data, learning rate, evaluation and what is tuned.
-
-    Attributes
-    ----------
-    model : str
-        Directory or name of the base weights.
-    out : str
-        Directory of the run.
-    objective : str
-        ``"loss"``, or the name of what is minimised in its place.
-    reward : str or None
-        What is maximised of text that is generated, in place of a loss: ``module:function``, or the address of an endpoint.
-    reward_timeout_s : float
-        Most seconds of a reward's answer.
-    accumulate : int
-        Micro-batches that a step's batch is forwarded in.
-    digest_every, checkpoint_every : int
-        Steps between digests of the parameters and between checkpoints; 0 for never.
-    checksums : bool
-        Whether a checksum follows every change of weights.
-    resume : bool
-        Whether to go on with what `out` holds.
-    early_stop : bool
-        Whether a diverging loss ends the run.
-    save_as : str
-        How quantized weights are written at the end, see :data:`SaveAs`.
-    disk_directory : str or None
-        Where blocks lie that the plan keeps on a drive; None for `out`.
-    random_weights, allow_download : bool
-        As :func:`executors.models.loading.load_model`.
-    tensorboard : bool
-        Whether logs for TensorBoard are written where it is installed.
-    num_timed_steps : int
-        Steps whose spans are kept.
-    log_every : int
-        Steps between the lines that are printed; the files have every step.
-    timeout_s : float
-        After which a rank that waits for another gives up.
-    """
+    """Options of a run beside its plan, data, learning rate, evaluation and what is tuned."""
 
     model: Annotated[
         str,
@@ -409,8 +362,8 @@ class RunOptions(Section):
         bool,
         Setting("--tensorboard", "Write TensorBoard logs, if TensorBoard is installed.", heading="Output"),
     ] = True
-    num_timed_steps: int = 100
-    log_every: int = 1
+    num_timed_steps: int = 100  # steps whose spans are kept
+    log_every: int = 1  # steps between the lines that are printed; the files have every step
     timeout_s: Annotated[
         float, Setting("--timeout", "Maximum time that a rank waits for another, in seconds.", expert=True)
     ] = DEFAULT_TIMEOUT_S
@@ -448,11 +401,6 @@ class RunConfig(Section):
 class RunSettings:
     """All settings of one run: a rank needs nothing else.
 
-    Attributes
-    ----------
-    program : Program, ProgramSet or None
-        What to run in place of what the plan is lowered to.
-
     Raises
     ------
     ZosimError
@@ -463,7 +411,7 @@ class RunSettings:
     run: RunOptions
     data: DataSettings
     learning_rate: LearningRate
-    program: Program | ProgramSet | None = None
+    program: Program | ProgramSet | None = None  # what to run in place of what the plan is lowered to
     tuned: TrainableSubset = "all"
     lora: LoRA | None = None
     prefix: Prefix | None = None

@@ -81,18 +81,11 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank factors of linears of a base.
+    """Low-rank factors of linears of a base."""
 
-    Attributes
-    ----------
-    factors : mapping of str to (torch.Tensor, torch.Tensor)
-        By the path of the linear: ``A`` (rank, inputs), and ``B`` (outputs, rank) with the scale.
-    facts : mapping of str to str
-        What the file says about itself.
-    """
-
+    # By the path of the linear: ``A`` (rank, inputs), and ``B`` (outputs, rank) with the scale.
     factors: Mapping[str, tuple[Tensor, Tensor]]
-    facts: Mapping[str, str]
+    facts: Mapping[str, str]  # what the file says about itself
 
     @property
     def rank(self) -> int:

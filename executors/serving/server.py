@@ -68,41 +68,26 @@ def _max_connections() -> int:
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What clients may take of a server.
+    """What clients may take of a server."""
 
-    Attributes
-    ----------
-    requests : int
-        Requests that are waiting or running; one more is answered 503.
-    adapters : int
-        Adapters beside the base. One more is refused until another is unloaded; one of a name that is there takes that one's place.
-    connections : int
-        Open connections. One more takes the place of the one that has been idle for longest; where none is idle, it is closed.
-    body_bytes, held_bytes : int
-        Size of one body, and of all bodies of requests that are not answered yet.
-    head_s : float
-        Seconds until a connection has sent the head of a request, the first one or one that it has begun.
-    idle_s : float
-        Seconds that a connection may stay open after an answer.
-    body_s, write_s : float
-        Seconds to send a body, and to go on reading an answer.
-    answer_s : float
-        Seconds until a request is answered; one that takes longer is answered 503.
-    grace_s : float
-        Seconds that requests have to be answered once the server is to end.
-    """
-
-    requests: int = 256
+    requests: int = 256  # requests that are waiting or running; one more is answered 503
+    # Adapters beside the base. One more is refused until another is unloaded; one of a name that is there takes that
+    # one's place.
     adapters: int = 256
+    # Open connections. One more takes the place of the one that has been idle for longest; where none is idle, it is
+    # closed.
     connections: int = field(default_factory=_max_connections)
+    # body_bytes, held_bytes: size of one body, and of all bodies of requests that are not answered yet.
     body_bytes: int = 64 << 20
     held_bytes: int = 256 << 20
+    # Seconds until a connection has sent the head of a request, the first one or one that it has begun.
     head_s: float = 10.0
-    idle_s: float = 30.0
+    idle_s: float = 30.0  # seconds that a connection may stay open after an answer
+    # body_s, write_s: seconds to send a body, and to go on reading an answer.
     body_s: float = 30.0
     write_s: float = 30.0
-    answer_s: float = 600.0
-    grace_s: float = 10.0
+    answer_s: float = 600.0  # seconds until a request is answered; one that takes longer is answered 503
+    grace_s: float = 10.0  # seconds that requests have to be answered once the server is to end
 
 
 class Completion(BaseModel):

@@ -40,19 +40,11 @@ _LARGEST = 1e30
 
 @dataclass(frozen=True)
 class TuningSettings:
-    """Settings that decide the numbers of a tuning; what is usual, `zosim adapt` declares.
+    """Settings that decide the numbers of a tuning; what is usual, `zosim adapt` declares."""
 
-    Attributes
-    ----------
-    targets : tuple of str
-        Names of the linears that are tuned.
-    rank, lazy_steps, max_rank : int
-        Of a perturbation; steps that its ``V`` stays; rank that increments are compacted to where they would pass it.
-    epsilon, learning_rate : float
-    seed : int
-    """
-
-    targets: tuple[str, ...]
+    targets: tuple[str, ...]  # names of the linears that are tuned
+    # rank, lazy_steps, max_rank: of a perturbation; steps that its ``V`` stays; rank that increments are compacted to
+    # where they would pass it.
     rank: int
     lazy_steps: int
     max_rank: int
@@ -199,7 +191,6 @@ class Tuning:
 
         Parameters
         ----------
-        examples : sequence of Example
         reward : callable, optional
             What is maximised of generated text, in place of the loss of labels.
         decode : callable, optional

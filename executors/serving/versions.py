@@ -25,14 +25,10 @@ _CANDIDATE = "zosim-candidate"
 
 @dataclass(frozen=True)
 class Canary:
-    """Losses of two versions on the same examples.
+    """Losses of two versions on the same examples."""
 
-    Attributes
-    ----------
-    served, candidate : float
-        Mean losses over labelled tokens, of the version that is served (the base where none is) and of the candidate.
-    """
-
+    # served, candidate: mean losses over labelled tokens, of the version that is served (the base where none is) and of
+    # the candidate.
     served: float
     candidate: float
     num_tokens: int

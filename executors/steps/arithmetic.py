@@ -67,7 +67,6 @@ class ParamPass:
             `epsilon`.
         scale : int
             ``s``, a power of two with either sign.
-        epsilon : float
         out : torch.Tensor, optional
             Another place, of the same length and format; by default `theta` itself.
         """
@@ -113,9 +112,6 @@ class ParamPass:
         ----------
         theta, z : torch.Tensor
             One-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation.
-        gradient : float or DeviceScalar
-        learning_rate : float
-        weight_decay : float or None
         decaying : sequence of (int, int), optional
             First element and end of the stretches that decay; by default all. A kernel then does all of them.
 
@@ -201,8 +197,6 @@ class ParamPass:
             One-dimensional; `thetas` of one format, `zs` of that one, of whole numbers of a byte, or packed.
         gradients : sequence of float or DeviceScalar
             By tensor.
-        learning_rate : float
-        weight_decay : float or None
         decaying : sequence of bool
             By tensor.
         """

@@ -37,22 +37,12 @@ Allocator = Callable[[Buffer, int, torch.dtype], Tensor]
 
 @dataclass(frozen=True)
 class ParamSection:
-    """Parameters of one group that lie together: all its frozen ones, or all its trainable ones.
-
-    Attributes
-    ----------
-    what : ParamGroupWeights or FrozenWeights
-    tensors : tuple of NamedTensor
-    segments : tuple of str
-        Segments that read it.
-    alignment_bytes : int
-        Of its first byte and of each tensor's, as the program has it.
-    """
+    """Parameters of one group that lie together: all its frozen ones, or all its trainable ones."""
 
     what: ParamGroupWeights | FrozenWeights
     tensors: tuple[NamedTensor, ...]
-    segments: tuple[str, ...]
-    alignment_bytes: int
+    segments: tuple[str, ...]  # segments that read it
+    alignment_bytes: int  # of its first byte and of each tensor's, as the program has it
 
     def size_bytes(self, dtype: str) -> int:
         """Return the bytes that a program reserves for a perturbation of the section, or for the section as numbers."""
@@ -85,7 +75,6 @@ class ParamSection:
 
         Parameters
         ----------
-        dtype : str
         granularity : int
             Neighbours without a gap are one stretch if the first ends at a multiple of it and the second is as long.
         """
@@ -102,25 +91,14 @@ class ParamSection:
 
 @dataclass(frozen=True)
 class PlacedSection:
-    """A section at its position in a buffer, or a perturbation of it.
+    """A section at its position in a buffer, or a perturbation of it."""
 
-    Attributes
-    ----------
-    flat : torch.Tensor
-        Its bytes as one tensor, from the first element to the last, gaps included.
-    views : tuple of torch.Tensor
-        One per parameter, in the parameter's shape; of a quantized one, the bytes of its largest tensor.
-    section : ParamSection
-    held : tuple of Stored
-        What each parameter is; nothing of a perturbation.
-    packed : tuple of PackedValues
-        Of a perturbation of which several quantized values share a byte, those of each parameter, in place of `views`.
-    """
-
-    flat: Tensor
+    flat: Tensor  # its bytes as one tensor, from the first element to the last, gaps included
+    # One per parameter, in the parameter's shape; of a quantized one, the bytes of its largest tensor.
     views: tuple[Tensor, ...]
     section: ParamSection
-    held: tuple[Stored, ...] = ()
+    held: tuple[Stored, ...] = ()  # what each parameter is; nothing of a perturbation
+    # Of a perturbation of which several quantized values share a byte, those of each parameter, in place of `views`.
     packed: tuple[PackedValues, ...] = ()
 
     @property

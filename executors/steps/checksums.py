@@ -39,27 +39,14 @@ Location = tuple[str, int, str]
 
 @dataclass(frozen=True, order=True)
 class Disturbance:
-    """Weights that something else than an instruction of this rank changed.
+    """Weights that something else than an instruction of this rank changed."""
 
-    Attributes
-    ----------
-    step : int
-        In which that was noticed.
-    where : str
-        Instruction that read other bits than were left for it, with its part; :data:`AT_REST` after a flush.
-    what : str
-        Name of the weights.
-    share : str
-        Group among whose members the weights are shared out; empty where they are not.
-    position : int
-        Place in that group of the member whose share was changed.
-    """
-
-    step: int
+    step: int  # in which that was noticed
+    # Instruction that read other bits than were left for it, with its part; :data:`AT_REST` after a flush.
     where: str
-    what: str
-    share: str = ""
-    position: int = 0
+    what: str  # name of the weights
+    share: str = ""  # group among whose members the weights are shared out; empty where they are not
+    position: int = 0  # place in that group of the member whose share was changed
 
 
 class WeightChecksums:

@@ -53,31 +53,18 @@ def refuse_graphs(device: torch.device, *, keeps_buffers: bool) -> None:
 
 @dataclass
 class _Entry:
-    """Launches with one signature, and their graph once it is captured.
+    """Launches with one signature, and their graph once it is captured."""
 
-    Attributes
-    ----------
-    memory : tuple of weakref.ref
-        Storages that the graph reads or writes.
-    generators : sequence of torch.Generator
-        Those that it draws from.
-    num_calls : int
-        Calls before it was captured.
-    graph : torch.cuda.CUDAGraph or None
-    captured_for, verified_for, unlike : hashable, set, set
-        The caller that it was captured for, those for which it was seen to compute the same bits, and those for which it does not.
-    is_refused : bool
-        Whether it cannot be captured, or computes other bits.
-    """
-
-    memory: tuple[weakref.ref[Any], ...]
-    generators: Sequence[Generator]
-    num_calls: int = 0
-    graph: Any = None
+    memory: tuple[weakref.ref[Any], ...]  # storages that the graph reads or writes
+    generators: Sequence[Generator]  # those that it draws from
+    num_calls: int = 0  # calls before it was captured
+    graph: Any = None  # torch.cuda.CUDAGraph or None
+    # captured_for, verified_for, unlike: the caller that it was captured for, those for which it was seen to compute the
+    # same bits, and those for which it does not.
     captured_for: Hashable = None
     verified_for: set[Hashable] = field(default_factory=set)
     unlike: set[Hashable] = field(default_factory=set)
-    is_refused: bool = False
+    is_refused: bool = False  # whether it cannot be captured, or computes other bits
 
     def is_current(self, generators: Sequence[Generator]) -> bool:
         """Whether what it refers to is still there, and its generators are those that are drawn from now."""
@@ -352,13 +339,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a block is called with beside its hidden state, its tensors in places that stay.
-
-    Attributes
-    ----------
-    leaves : tuple
-    spec : TreeSpec
-    """
+    """What a block is called with beside its hidden state, its tensors in places that stay."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -369,8 +350,6 @@ class Arguments:
 
         Parameters
         ----------
-        graphs : Graphs
-        key : hashable
         call : tree of tensors and other objects
         known : dict
             Of tensors of this step, by identity: where their numbers have been put. Added to.

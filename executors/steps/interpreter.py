@@ -203,7 +203,6 @@ class Interpreter:
         ----------
         seeds, gradients : sequence
             One per perturbation, as they were logged.
-        learning_rate : float
         losses : sequence of float
             At ``+ε``, one per perturbation, where the next step asks for them.
 
@@ -279,7 +278,6 @@ class Interpreter:
 
         Parameters
         ----------
-        step : int
         seeds_of : callable
             From the number of an earlier step to its seeds: factors of perturbations may be older than `step`.
         losses : sequence of float

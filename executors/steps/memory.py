@@ -23,23 +23,15 @@ from zosim.timeline import MemorySample
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Measured memory of one rank.
+    """Measured memory of one rank."""
 
-    Attributes
-    ----------
-    arena_bytes : mapping of (Space, str) to int
-        Memory of the program's flat buffers at its largest, by space and role.
-    live_bytes : int
-        Largest total of device tensors that existed beside the arena at one time, in the steps observed.
-    allocator_bytes : int
-        What an accelerator's allocator held beyond both, for slack and alignment; 0 on a CPU.
-    rss_bytes, peak_rss_bytes : int
-        Resident set of the process now and at its largest: interpreter, libraries and all.
-    """
-
+    # Memory of the program's flat buffers at its largest, by space and role.
     arena_bytes: Mapping[tuple[Space, str], int] = field(default_factory=dict)
+    # Largest total of device tensors that existed beside the arena at one time, in the steps observed.
     live_bytes: int = 0
+    # What an accelerator's allocator held beyond both, for slack and alignment; 0 on a CPU.
     allocator_bytes: int = 0
+    # rss_bytes, peak_rss_bytes: resident set of the process now and at its largest: interpreter, libraries and all.
     rss_bytes: int = 0
     peak_rss_bytes: int = 0
 

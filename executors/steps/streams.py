@@ -58,27 +58,14 @@ class PeersTicket(Ticket):
 
 @dataclass(slots=True)
 class Task:
-    """One instruction to be run in one step.
-
-    Attributes
-    ----------
-    instruction : Instruction
-    phase : str
-    step : int
-    action : callable
-        Does it.
-    after : sequence of Ticket
-        What it waits for on other streams and ranks.
-    done : callable or None
-        Called once it has finished.
-    """
+    """One instruction to be run in one step."""
 
     instruction: Instruction
     phase: Phase
     step: int
-    action: Callable[[], None]
-    after: Sequence[Ticket]
-    done: Callable[[], None] | None = None
+    action: Callable[[], None]  # does it
+    after: Sequence[Ticket]  # what it waits for on other streams and ranks
+    done: Callable[[], None] | None = None  # called once it has finished
 
     def describe(self) -> str:
         """Return its position in the run."""
@@ -115,20 +102,11 @@ class Measured:
 
 
 class Backend(ABC):
-    """Where a rank's instructions run.
-
-    Attributes
-    ----------
-    device : torch.device
-    recording : bool
-        Whether tasks issued from now on are measured.
-    note : callable or None
-        Called with the name of the compute task that begins.
-    """
+    """Where a rank's instructions run."""
 
     device: torch.device
-    recording: bool = True
-    note: Callable[[str], None] | None = None
+    recording: bool = True  # whether tasks issued from now on are measured
+    note: Callable[[str], None] | None = None  # called with the name of the compute task that begins
     _failure: ZosimError | None = None
 
     def has_failed(self) -> bool:

@@ -31,25 +31,14 @@ Action = Callable[[StepFrame], None]
 
 @dataclass(frozen=True)
 class UpdateLoss:
-    """Updates of single weights that were computed, and left no trace.
+    """Updates of single weights that were computed, and left no trace."""
 
-    Attributes
-    ----------
-    storage, transfer : str
-        Formats that weights are updated in, and that offloaded ones are kept in.
-    num_sampled : int
-        Updates of single elements that were looked at.
-    lost_in_storage : float
-        Share that did not change the weight at all.
-    lost_in_transfer : float
-        Share that did change it, but not once it was rounded to the transfer format.
-    """
-
+    # storage, transfer: formats that weights are updated in, and that offloaded ones are kept in.
     storage: str
     transfer: str
-    num_sampled: int
-    lost_in_storage: float
-    lost_in_transfer: float
+    num_sampled: int  # updates of single elements that were looked at
+    lost_in_storage: float  # share that did not change the weight at all
+    lost_in_transfer: float  # share that did change it, but not once it was rounded to the transfer format
 
     @property
     def lost(self) -> float:

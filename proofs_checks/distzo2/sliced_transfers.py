@@ -33,13 +33,7 @@ _TOLERANCE = 2e-3
 
 @dataclass(frozen=True)
 class TransferParts:
-    """Seconds of one block on one of `n` ranks, each with a lane of its own to the host.
-
-    Attributes
-    ----------
-    upload, exchange, compute, offload : float
-    head : float
-    """
+    """Seconds of one block on one of `n` ranks, each with a lane of its own to the host."""
 
     upload: float
     exchange: float

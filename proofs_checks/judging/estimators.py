@@ -47,22 +47,13 @@ class GradientEstimator(Protocol):
 
 @dataclass(frozen=True)
 class Declared:
-    """What an estimator is stated to do.
-
-    Attributes
-    ----------
-    distribution : {"normal", "signs", "sphere", "any"}
-    num_perturbations : int
-        Number of independent perturbations that it averages over.
-    order : float
-        Order of its bias in ε, at least: 2 for differences along perturbations that are as likely as their opposites.
-    is_linear : bool
-        Whether the estimate of a sum of losses is the sum of estimates, on which data parallelism relies.
-    """
+    """What an estimator is stated to do."""
 
     distribution: Distribution = "normal"
-    num_perturbations: int = 1
+    num_perturbations: int = 1  # number of independent perturbations that it averages over
+    # Order of its bias in ε, at least: 2 for differences along perturbations that are as likely as their opposites.
     order: float = 2.0
+    # Whether the estimate of a sum of losses is the sum of estimates, on which data parallelism relies.
     is_linear: bool = True
 
     def second_moment(self, dimension: int) -> float:

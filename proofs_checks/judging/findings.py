@@ -106,8 +106,6 @@ def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = 
 
     Parameters
     ----------
-    name, tested : str
-    estimates : sequence of Estimate
     what : str
         Unit of what is measured.
     """
@@ -154,7 +152,6 @@ def answer_of(
 
     Parameters
     ----------
-    function : callable
     *arguments
     name : str
         Of the function, for messages.

@@ -16,20 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SmoothLoss:
-    """``f(θ) = Σᵢ cᵢ sin(aᵢ·θ + bᵢ) + θᵀDθ/2``, with ``D`` diagonal, whose constants are known.
+    """``f(θ) = Σᵢ cᵢ sin(aᵢ·θ + bᵢ) + θᵀDθ/2``, with ``D`` diagonal, whose constants are known."""
 
-    Attributes
-    ----------
-    weights, slopes, phases : torch.Tensor
-        ``c`` of shape (k,), ``a`` of shape (k, d), ``b`` of shape (k,).
-    curvatures : torch.Tensor
-        Diagonal of ``D``, shape (d,).
-    """
-
+    # weights, slopes, phases: ``c`` of shape (k,), ``a`` of shape (k, d), ``b`` of shape (k,).
     weights: Tensor
     slopes: Tensor
     phases: Tensor
-    curvatures: Tensor
+    curvatures: Tensor  # diagonal of ``D``, shape (d,)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return the loss, a scalar."""

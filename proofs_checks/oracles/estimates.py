@@ -37,7 +37,6 @@ def estimate_moments(
         ``tr H`` and ``tr H²``; only a forward difference sees them.
     hessian_diagonal_square : float
         ``Σ H_ii²``; only signs see it.
-    epsilon : float
     num_perturbations : int
         Independent perturbations that are averaged.
 

@@ -34,21 +34,11 @@ _MODULES = (
 
 @dataclass(frozen=True)
 class Oracle:
-    """A closed form.
-
-    Attributes
-    ----------
-    name : str
-        The function's.
-    function : callable
-        Takes keyword arguments, returns a number, or numbers by name.
-    source : str
-        Paper and place, or book; and what it assumes.
-    """
+    """A closed form."""
 
     name: str
-    function: Callable[..., Any]
-    source: str
+    function: Callable[..., Any]  # takes keyword arguments, returns a number, or numbers by name
+    source: str  # paper and place, or book; and what it assumes
 
     @property
     def result(self) -> str:

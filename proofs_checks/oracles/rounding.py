@@ -26,7 +26,6 @@ def rounding_moments(
 
     Parameters
     ----------
-    value : float
     bits : int
         Quantized values run from ``-(2^(b-1) - 1)`` to ``2^(b-1) - 1``.
     clamped : bool

@@ -28,18 +28,11 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """Numbers of some rows, or one alone.
+    """Numbers of some rows, or one alone."""
 
-    Attributes
-    ----------
-    numbers : array of shape (3, rows) or (3,)
-        As printed, and the least and the most that they are before cells are rounded.
-    rows : tuple of str
-        Empty where it is one number.
-    """
-
+    # array of shape (3, rows) or (3,): as printed, and the least and the most that they are before cells are rounded.
     numbers: Numbers
-    rows: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # empty where it is one number
 
     @classmethod
     def exact(cls, value: float) -> Self:

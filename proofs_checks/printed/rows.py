@@ -21,21 +21,11 @@ from zosim.applications.validation.tables import TableRow
 
 @dataclass(frozen=True)
 class _Selection:
-    """Columns of a table, or of several, that have their rows in common.
+    """Columns of a table, or of several, that have their rows in common."""
 
-    Attributes
-    ----------
-    row : str
-        What a row is called, with the names of fields in braces.
-    columns : mapping
-        What the fields of a column's cells hold.
-    reads : mapping of str to str
-        Which field is read of them.
-    """
-
-    row: str
-    columns: Mapping[str, Mapping[str, str]]
-    reads: Mapping[str, str]
+    row: str  # what a row is called, with the names of fields in braces
+    columns: Mapping[str, Mapping[str, str]]  # what the fields of a column's cells hold
+    reads: Mapping[str, str]  # which field is read of them
 
     @classmethod
     def of(cls, reported: Any) -> _Selection:

@@ -33,20 +33,14 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Family:
-    """Perturbations as runs draw them, beside their definition.
-
-    Attributes
-    ----------
-    name : str
-    shipped, literal : callable
-        Draw a tensor of :data:`SHAPE` from a generator.
-    declared, theory : tuple of float
-        Mean, second moment and energy: as the code states them, of a product of low rank by quadrature; and in closed form.
-    """
+    """Perturbations as runs draw them, beside their definition."""
 
     name: str
+    # shipped, literal: draw a tensor of :data:`SHAPE` from a generator.
     shipped: Callable[[Generator], Tensor]
     literal: Callable[[Generator], Tensor]
+    # declared, theory: mean, second moment and energy: as the code states them, of a product of low rank by quadrature;
+    # and in closed form.
     declared: tuple[float, ...]
     theory: tuple[float, ...]
 

@@ -76,7 +76,6 @@ def literal_values(
     ----------
     weights : numpy.ndarray
         Shape (outputs, inputs).
-    name, scope : str
     has_zero_point : bool
         Quantized values then run from 0 to the largest, and a whole number is taken off.
     factors : sequence of float

@@ -507,10 +507,8 @@ def algorithm_1(
 
     Parameters
     ----------
-    w : numpy.ndarray
     pairs : sequence of pair of numpy.ndarray
         The roundings ``(u_{i,1}, u_{i,2})`` of each perturbation.
-    rate, epsilon : float
     kept : bool
         Line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next perturbation sees.
     """

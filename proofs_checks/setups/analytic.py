@@ -113,13 +113,10 @@ def estimates(
 
     Parameters
     ----------
-    loss : callable
     theta : torch.Tensor
         Shape (d,), float64.
     num_steps : int
         Sample size ``n``.
-    seed : int
-    num_perturbations : int
     distribution : str
         Distribution of the perturbations.
     rng : str

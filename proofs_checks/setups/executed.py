@@ -39,21 +39,13 @@ def learning_rate(step: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: how it is computed, and by whom.
-
-    Attributes
-    ----------
-    resumed_at : int
-        Steps that are replayed from the literal loop's log, not run.
-    split_points : tuple of str
-        Between the stages, of which there is one more.
-    """
+    """A run: how it is computed, and by whom."""
 
     model: str = "tied"
     dtype: str = "float32"
     num_sequences: int = 2
     num_steps: int = 2
-    resumed_at: int = 0
+    resumed_at: int = 0  # steps that are replayed from the literal loop's log, not run
     num_perturbations: int = 1
     difference: str = "central"
     rng: str = "mezo"
@@ -67,7 +59,7 @@ class Case:
     data: int = 1
     perturb: int = 1
     inner: str = "perturb"
-    split_points: tuple[str, ...] = ()
+    split_points: tuple[str, ...] = ()  # between the stages, of which there is one more
     blocks: str = "resident"
     num_staging_buffers: int = 3
     transfers: str = "private"

@@ -138,58 +138,41 @@ Batch = Mapping[str, Tensor]
 
 @dataclass
 class LiteralRun:
-    """MeZO as published, on a whole model: perturb all, forward, three times over, update.
+    """MeZO as published, on a whole model: perturb all, forward, three times over, update."""
 
-    Attributes
-    ----------
-    loss : callable
-        From the model and rows of a batch to a loss and the number of labels that it is the mean over.
-    model : torch.nn.Module
-        Changed by :meth:`step`.
-    epsilon, weight_decay : float
-    num_perturbations, num_shards : int
-        Shards are neighbouring sequences, the first longer by one where they cannot be alike; their losses are averaged
-        over labels, in float64.
-    central, copies : bool
-        Without `copies`, weights are moved from point to point in place and keep the drift.
-    residual : bool
-        Whether differences are from the loss of the step before, which in the first step is its own.
-    rng, distribution : str
-    execution_order : bool
-        Whether ``mezo`` draws the final norm last, and of blocks that are split inside what lies behind the split point last.
-    split_blocks : tuple of int
-        Blocks that are split inside.
-    rank, lazy_steps : int
-        Of ``factorised``, ``lozo`` and ``lozo-released`` perturbations: matrices are ``U·Vᵀ/√r`` (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along
-        ``U·Vᵀ``), and ``V`` stays for so many steps. In an interval's first step ``lozo-released`` updates along what its generator draws
-        without passing ``V`` again: other numbers throughout.
-    sampled, resampled : dict
-        By step, perturbation and parameter name: ``z``; and what an update goes along, where that is another.
-    gradients : list of tuple of float
-        Projected gradients of each step.
-    losses_plus : list of tuple of float
-        Losses at ``+ε`` of each step, of differences from the step before.
-    """
-
+    # From the model and rows of a batch to a loss and the number of labels that it is the mean over.
     loss: Callable[[nn.Module, Batch], tuple[Tensor, int]]
-    model: nn.Module
+    model: nn.Module  # changed by :meth:`step`
     seed: int
     epsilon: float = 1e-3
     weight_decay: float = 0.0
+    # num_perturbations, num_shards: shards are neighbouring sequences, the first longer by one where they cannot be
+    # alike; their losses are averaged over labels, in float64.
     num_perturbations: int = 1
     num_shards: int = 1
+    # central, copies: without `copies`, weights are moved from point to point in place and keep the drift.
     central: bool = True
     copies: bool = False
+    # Whether differences are from the loss of the step before, which in the first step is its own.
     residual: bool = False
     rng: str = "mezo"
     distribution: str = "gaussian"
+    # Whether ``mezo`` draws the final norm last, and of blocks that are split inside what lies behind the split point
+    # last.
     execution_order: bool = False
-    split_blocks: tuple[int, ...] = ()
+    split_blocks: tuple[int, ...] = ()  # blocks that are split inside
+    # rank, lazy_steps: of ``factorised``, ``lozo`` and ``lozo-released`` perturbations: matrices are ``U·Vᵀ/√r``
+    # (``U·Vᵀ``, with updates along ``U·Vᵀ/r``, or along ``U·Vᵀ``), and ``V`` stays for so many steps. In an interval's
+    # first step ``lozo-released`` updates along what its generator draws without passing ``V`` again: other numbers
+    # throughout.
     rank: int = 2
     lazy_steps: int = 1
+    # sampled, resampled: by step, perturbation and parameter name: ``z``; and what an update goes along, where that is
+    # another.
     sampled: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
     resampled: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
-    gradients: list[tuple[float, ...]] = field(default_factory=list)
+    gradients: list[tuple[float, ...]] = field(default_factory=list)  # projected gradients of each step
+    # Losses at ``+ε`` of each step, of differences from the step before.
     losses_plus: list[tuple[float, ...]] = field(default_factory=list)
 
     @property

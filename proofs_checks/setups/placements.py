@@ -46,47 +46,28 @@ Key = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One perturbation as it ran.
+    """One perturbation as it ran."""
 
-    Attributes
-    ----------
-    key : tuple
-        Step, perturbation and group.
-    scale : int
-    before, after : torch.Tensor
-        The group's parameters before and after.
-    """
-
-    key: Key
+    key: Key  # step, perturbation and group
     scale: int
+    # before, after: the group's parameters before and after.
     before: Tensor
     after: Tensor
 
 
 @dataclass
 class Trace:
-    """What a training run did.
-
-    Attributes
-    ----------
-    records : list of StepRecord
-    weights : dict of str to torch.Tensor
-        After the flush.
-    sampled : dict
-        By step, perturbation and group: the perturbation ``z``.
-    perturbations : dict
-        By step, perturbation and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may find
-        it multiplied already, updates find ``z``.
-    param_passes : list of RecordedPass
-    parameters : dict
-        By group: name and number of elements of each of its parameters, in their order.
-    """
+    """What a training run did."""
 
     records: list[StepRecord] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)  # after the flush
+    # By step, perturbation and group: the perturbation ``z``.
     sampled: dict[Key, Tensor] = field(default_factory=dict)
+    # By step, perturbation and group: ``z·ε`` of each perturbation and update that used it, in turn. Perturbations may
+    # find it multiplied already, updates find ``z``.
     perturbations: dict[Key, list[Tensor]] = field(default_factory=dict)
     param_passes: list[RecordedPass] = field(default_factory=list)
+    # By group: name and number of elements of each of its parameters, in their order.
     parameters: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
 

@@ -34,18 +34,13 @@ NUM_UNIFORMS = 256
 class Reaching(RoundedPerturbation):
     """A rounded perturbation with a range of its own, where plans take that of least error.
 
-    Attributes
-    ----------
-    limit : float
-        Largest number that is not clamped.
-
     Examples
     --------
     >>> Reaching("gaussian", 8, limit=6.35).scale
     20.0
     """
 
-    limit: float = 1.0
+    limit: float = 1.0  # largest number that is not clamped
 
     @property
     def reach(self) -> float:

@@ -30,46 +30,26 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stage:
-    """Constants of a stage ``S(a; x)`` that takes an activation and its own parameters.
+    """Constants of a stage ``S(a; x)`` that takes an activation and its own parameters."""
 
-    Attributes
-    ----------
-    output : float
-        Bound of ``‖S‖``.
-    gain, slope : float
-        Bounds of ``‖∂S/∂a‖`` and ``‖∂S/∂x‖``.
-    bend, twist : float
-        Lipschitz constants of ``∂S/∂a`` and ``∂S/∂x`` in the activation.
-    """
-
-    output: float
+    output: float  # bound of ``‖S‖``
+    # gain, slope: bounds of ``‖∂S/∂a‖`` and ``‖∂S/∂x‖``.
     gain: float
     slope: float
+    # bend, twist: Lipschitz constants of ``∂S/∂a`` and ``∂S/∂x`` in the activation.
     bend: float = 0.0
     twist: float = 0.0
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages of one number and one parameter each, ``f(x) = F(S_M(... S_2(S_1(x_1); x_2) ...; x_M))``.
-
-    Attributes
-    ----------
-    stages : tuple of Stage
-    first : callable
-        ``S_1``.
-    later : callable
-        ``S_i`` for i > 1, from activation and parameter.
-    criterion : callable
-        ``F``.
-    steep, bent : float
-        Bound of ``|F'|`` and its Lipschitz constant.
-    """
+    """Stages of one number and one parameter each, ``f(x) = F(S_M(... S_2(S_1(x_1); x_2) ...; x_M))``."""
 
     stages: tuple[Stage, ...]
-    first: Function
-    later: Callable[[Tensor, Tensor], Tensor]
-    criterion: Function = torch.sin
+    first: Function  # ``S_1``
+    later: Callable[[Tensor, Tensor], Tensor]  # ``S_i`` for i > 1, from activation and parameter
+    criterion: Function = torch.sin  # ``F``
+    # steep, bent: bound of ``|F'|`` and its Lipschitz constant.
     steep: float = 1.0
     bent: float = 1.0
 
@@ -153,7 +133,6 @@ def distance_bound(chain: Chain, kappa: float, tilt: float) -> float:
 
     Parameters
     ----------
-    chain : Chain
     kappa, tilt : float
         ``‖C(a) - a‖ <= κ‖a‖`` and ``‖DC(a) - I‖ <= κ₁``.
 

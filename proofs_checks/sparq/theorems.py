@@ -27,31 +27,20 @@ from proofs_checks.statistics import fitted_slope
 
 @dataclass(frozen=True)
 class Terms:
-    """The symbols of SparQ's proof of theorem 1, as rationals.
+    """The symbols of SparQ's proof of theorem 1, as rationals."""
 
-    Attributes
-    ----------
-    rate, squared_radius, smoothness : Fraction
-        ``η``, ``μ²`` and ``L``.
-    dimension, horizon : int
-        ``d`` and ``T``.
-    gap : Fraction
-        ``f(x_0) - f*``.
-    compression, noise : Fraction
-        ``B = (1 + C²)L₂²κ²L_S²`` and ``σ²``.
-    split : Fraction
-        ``ε`` of Young's inequality.
-    """
-
+    # rate, squared_radius, smoothness: ``η``, ``μ²`` and ``L``.
     rate: Fraction
     squared_radius: Fraction
     smoothness: Fraction
+    # dimension, horizon: ``d`` and ``T``.
     dimension: int
     horizon: int
-    gap: Fraction
+    gap: Fraction  # ``f(x_0) - f*``
+    # compression, noise: ``B = (1 + C²)L₂²κ²L_S²`` and ``σ²``.
     compression: Fraction
     noise: Fraction
-    split: Fraction = Fraction(1)
+    split: Fraction = Fraction(1)  # ``ε`` of Young's inequality
 
     @property
     def bent(self) -> Fraction:
@@ -448,7 +437,6 @@ def literal_run(
         ``η`` and ``μ``.
     horizon : int
         ``T``.
-    seed : int
     """
     generator = np.random.default_rng(seed)
     x, total = start.copy(), 0.0

@@ -217,8 +217,6 @@ def most_resident(count: int, seconds: BlockSeconds, *, waits_for_offloads: bool
 
     Parameters
     ----------
-    count : int
-    seconds : BlockSeconds
     waits_for_offloads : bool
         The host also waits for the offload of block ``i - 2`` before it launches that of ``i - 1``.
 

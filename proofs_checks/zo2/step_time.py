@@ -98,20 +98,13 @@ def program(*, num_perturbations: int = 1, update: str = "delayed", overlap: boo
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a step consists of, by hand.
+    """What a step consists of, by hand."""
 
-    Attributes
-    ----------
-    embed, block, head : float
-        Forwards at all evaluation points.
-    transfer : float
-        One block, one way.
-    """
-
+    # embed, block, head: forwards at all evaluation points.
     embed: float
     block: float
     head: float
-    transfer: float
+    transfer: float  # one block, one way
 
     @property
     def overlapped(self) -> float:

@@ -19,42 +19,24 @@ from zosim.simulators.maxplus import Floats
 
 @dataclass(frozen=True)
 class PredictedCells:
-    """Predictions with their intervals.
+    """Predictions with their intervals."""
 
-    Attributes
-    ----------
-    predicted : array
-        In the rows' unit.
-    half_widths : array
-        Of the 90 % intervals, in logs.
-    """
-
-    predicted: Floats
-    half_widths: Floats
+    predicted: Floats  # in the rows' unit
+    half_widths: Floats  # of the 90 % intervals, in logs
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How often 90 % intervals hold what is printed.
+    """How often 90 % intervals hold what is printed."""
 
-    Attributes
-    ----------
-    num_cells, num_configurations : int
-        Without the cells set apart. A configuration is all methods of one setting.
-    cells, configurations : float
-        Part of the cells that lie within theirs, and the mean of that part over configurations.
-    band : tuple of float
-        Where 95 % of parts lie if each configuration held with probability 0.9.
-    width : float
-        Median of high over low, less 1.
-    """
-
+    # num_cells, num_configurations: without the cells set apart. A configuration is all methods of one setting.
     num_cells: int
     num_configurations: int
+    # cells, configurations: part of the cells that lie within theirs, and the mean of that part over configurations.
     cells: float
     configurations: float
-    band: tuple[float, float]
-    width: float
+    band: tuple[float, float]  # where 95 % of parts lie if each configuration held with probability 0.9
+    width: float  # median of high over low, less 1
 
     @property
     def is_in_band(self) -> bool:

@@ -45,30 +45,16 @@ def _is_between(cell: Cell) -> bool:
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A way of keeping rows back.
-
-    Attributes
-    ----------
-    name : str
-    paper : str
-    domain : {"speed", "memory"}
-    goal : tuple of float
-        Median and 90th percentile of the absolute error.
-    knows : callable or None
-        Which cells are known; None to leave out one group of cells at a time.
-    group : callable
-        What tells groups apart: by default settings.
-    asks : callable
-        Which of the cells that are not known are asked for.
-    """
+    """A way of keeping rows back."""
 
     name: str
     paper: str
     domain: Domain
-    goal: tuple[float, float] | None
+    goal: tuple[float, float] | None  # median and 90th percentile of the absolute error
+    # Which cells are known; None to leave out one group of cells at a time.
     knows: Callable[[Cell], bool] | None = None
-    group: Callable[[Cell], Hashable] = _setting
-    asks: Callable[[Cell], bool] = _any
+    group: Callable[[Cell], Hashable] = _setting  # what tells groups apart: by default settings
+    asks: Callable[[Cell], bool] = _any  # which of the cells that are not known are asked for
 
 
 SPLITS = (
@@ -99,35 +85,20 @@ SPLITS = (
 
 @dataclass(frozen=True)
 class SplitOutcome:
-    """Errors of one predictor on one split.
-
-    Attributes
-    ----------
-    split : HeldOutSplit
-    predictor : str
-    score : Score
-        Of the cells that can be right, under the names of split and predictor.
-    apart : Score
-        Of the cells that are scored apart.
-    inner : Score
-        Of those that can be right and whose model is neither the smallest nor the largest of its paper: what lies between others.
-    rank_correlation : float
-        Mean over printed rows of Spearman's correlation of the methods in a row, four or more of them that can be
-        right; what print does not tell apart counts as in the order predicted.
-    strict_correlation : float
-        The same with all cells in, equal numbers sharing the mean of their ranks.
-    coverage : Coverage or None
-        Of the 90 % intervals, where the predictor has any.
-    """
+    """Errors of one predictor on one split."""
 
     split: HeldOutSplit
     predictor: str
-    score: Score
-    apart: Score
+    score: Score  # of the cells that can be right, under the names of split and predictor
+    apart: Score  # of the cells that are scored apart
+    # Of those that can be right and whose model is neither the smallest nor the largest of its paper: what lies between
+    # others.
     inner: Score
+    # Mean over printed rows of Spearman's correlation of the methods in a row, four or more of them that can be right;
+    # what print does not tell apart counts as in the order predicted.
     rank_correlation: float
-    strict_correlation: float
-    coverage: Coverage | None = None
+    strict_correlation: float  # the same with all cells in, equal numbers sharing the mean of their ranks
+    coverage: Coverage | None = None  # of the 90 % intervals, where the predictor has any
 
     @property
     def meets_goal(self) -> bool:
@@ -208,7 +179,6 @@ def mean_rank_correlation(
 
     Parameters
     ----------
-    requested : sequence of Cell
     predicted : array
         NaN where nothing is.
     apart : frozenset of str

@@ -8,26 +8,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Unit:
-    """One hour of the course, in the folder of its name.
-
-    Attributes
-    ----------
-    name, question : str
-    minutes : int
-    needs : tuple of str
-        Units and pages to read before.
-    able : str
-        What a student can do afterwards.
-    stub : str
-        Folder under ``studies`` whose stub the student fills in.
-    """
+    """One hour of the course, in the folder of its name."""
 
     name: str
     question: str
     minutes: int
-    needs: tuple[str, ...]
-    able: str
-    stub: str
+    needs: tuple[str, ...]  # units and pages to read before
+    able: str  # what a student can do afterwards
+    stub: str  # folder under ``studies`` whose stub the student fills in
 
     @property
     def lesson(self) -> str:

@@ -19,22 +19,13 @@ _CODE_POINTS = 4.0
 
 @dataclass(frozen=True)
 class Result:
-    """The marks of a student.
-
-    Attributes
-    ----------
-    student : str
-    score, max_score : float
-    tests : tuple of Mark
-    curve : tuple of (float, float, float)
-        Position, the student's value and the reference's.
-    """
+    """The marks of a student."""
 
     student: str
     score: float
     max_score: float
     tests: tuple[Mark, ...]
-    curve: tuple[tuple[float, float, float], ...] = ()
+    curve: tuple[tuple[float, float, float], ...] = ()  # position, the student's value and the reference's
 
     @property
     def passed(self) -> bool:
@@ -53,8 +44,6 @@ def check(unit: Unit, files: Iterable[Path], student: str | None = None) -> Resu
 
     Parameters
     ----------
-    unit : Unit
-    files : iterable of Path
     student : str, optional
         Who hands them in, where the grader knows it.
 

@@ -15,24 +15,13 @@ from studies.coursework import Unit
 
 @dataclass(frozen=True)
 class PencilQuestion:
-    """One number to predict.
-
-    Attributes
-    ----------
-    key, text : str
-    unit : str
-        Empty for a number without one.
-    answer : float
-        Not zero.
-    mistakes : tuple of (float, str)
-        What a usual mistake gives, and the hint that names it.
-    """
+    """One number to predict."""
 
     key: str
     text: str
-    unit: str
-    answer: float
-    mistakes: tuple[tuple[float, str], ...] = ()
+    unit: str  # empty for a number without one
+    answer: float  # not zero
+    mistakes: tuple[tuple[float, str], ...] = ()  # what a usual mistake gives, and the hint that names it
 
 
 @dataclass(frozen=True)

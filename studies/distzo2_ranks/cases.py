@@ -126,30 +126,16 @@ _SHORT, _LONG = 16, 32
 
 @dataclass(frozen=True)
 class Board:
-    """GPUs of one host, alike in everything.
-
-    Attributes
-    ----------
-    num_gpus : int
-    block_bytes : float
-        Of one block's weights.
-    compute_s : float
-        One block's forwards on one GPU.
-    host_bytes_per_s : float
-        From the host to a GPU, and as much back.
-    one_root : bool
-        Whether all GPUs are behind one root, whose bandwidth is `host_bytes_per_s` in each direction; else each
-        has that much of its own.
-    peer_bytes_per_s : float
-        From a GPU to the next one of a ring, at the same time for all of them.
-    """
+    """GPUs of one host, alike in everything."""
 
     num_gpus: int
-    block_bytes: float
-    compute_s: float
-    host_bytes_per_s: float
+    block_bytes: float  # of one block's weights
+    compute_s: float  # one block's forwards on one GPU
+    host_bytes_per_s: float  # from the host to a GPU, and as much back
+    # Whether all GPUs are behind one root, whose bandwidth is `host_bytes_per_s` in each direction; else each has that
+    # much of its own.
     one_root: bool
-    peer_bytes_per_s: float
+    peer_bytes_per_s: float  # from a GPU to the next one of a ring, at the same time for all of them
 
 
 @cache
@@ -168,11 +154,8 @@ def board(num_gpus: int, upload: float, peers: float, *, one_root: bool = False)
 
     Parameters
     ----------
-    num_gpus : int
-    upload : float
     peers : float
         Bandwidth between GPUs over that to the host.
-    one_root : bool
     """
     compute_s = _compute_s()
     bandwidth = block_bytes() / (upload * compute_s)

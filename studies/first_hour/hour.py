@@ -26,8 +26,6 @@ def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str
 
     Parameters
     ----------
-    setting : Setting
-    run : callable
     stop_after_s : float
         Parts that are not done by then wait for the next call. A part that had all these seconds to itself and did not end
         is recorded as an error, so that the parts behind it get their turn; a call with more seconds tries it again.
@@ -99,7 +97,6 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
     ----------
     command : sequence of str
         Does a part, if it is told which with ``--only`` and where to leave what it found with ``--left``.
-    folder : Path
     part_s : float
         After so long the process is ended; earlier if the part has a limit of its own.
     """
@@ -171,7 +168,6 @@ def take_over(setting: Setting, report: Path) -> None:
 
     Parameters
     ----------
-    setting : Setting
     report : Path
         The JSON file beside the page: what is left of a machine whose folder is gone.
 

@@ -43,23 +43,13 @@ _KILLED_AT = (1, 5, 9)
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to find out, in a process of its own.
+    """One thing to find out, in a process of its own."""
 
-    Attributes
-    ----------
-    name : str
-        A file's name.
-    title : str
-    make : callable
-        Returns what it found, or yields what it has found so far.
-    limit_s : float
-        Seconds after which it is ended.
-    """
-
-    name: str
+    name: str  # a file's name
     title: str
+    # Returns what it found, or yields what it has found so far.
     make: Callable[[Setting], Content | Iterator[Content]]
-    limit_s: float = math.inf
+    limit_s: float = math.inf  # seconds after which it is ended
 
 
 def parts_of(setting: Setting) -> list[Part]:

@@ -52,25 +52,12 @@ class Processes:
 
 @dataclass(frozen=True)
 class Setting:
-    """On what the hour is spent.
+    """On what the hour is spent."""
 
-    Attributes
-    ----------
-    device : str
-        As torch calls it.
-    hardware : str
-        ``host``, which is detected, or a preset or a file that describes this machine.
-    folder : Path
-        Where parts keep what they found.
-    is_rehearsal : bool
-        Whether only to see that every part runs: shapes are tiny, and times mean nothing.
-    calibration_s : float
-    processes : Processes
-    """
-
-    device: str = "cuda:0"
-    hardware: str = "host"
-    folder: Path = Path("build/first_hour")
+    device: str = "cuda:0"  # as torch calls it
+    hardware: str = "host"  # ``host``, which is detected, or a preset or a file that describes this machine
+    folder: Path = Path("build/first_hour")  # where parts keep what they found
+    # Whether only to see that every part runs: shapes are tiny, and times mean nothing.
     is_rehearsal: bool = False
     calibration_s: float = 60.0
     processes: Processes = field(default_factory=Processes)

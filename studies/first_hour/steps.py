@@ -90,8 +90,6 @@ def opt_model(shape: str, dtype: str, max_positions: int = 2048, make: Callable[
     ----------
     shape : str
         A key of :data:`SHAPES`.
-    dtype : str
-    max_positions : int
     make : callable, optional
         Makes a model of a configuration; by default transformers' OPT.
     """

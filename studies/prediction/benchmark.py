@@ -59,7 +59,6 @@ def run_benchmark(
         The first so many of the cases of several ranks.
     num_choices : int
         Configurations for which all placements are measured, to see what the predicted choice costs.
-    with_tuning : bool
     is_quantized : bool
         Take the lists of quantized weights, in one process each, in place of all others.
     threads : sequence of int

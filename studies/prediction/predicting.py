@@ -21,23 +21,14 @@ _LEAST_CHOICES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedCase(TimedCase):
-    """One case, predicted and measured.
-
-    Attributes
-    ----------
-    placement : str
-    predicted_bytes, measured_bytes : int
-        Peak memory of the device.
-    limiter : str
-        What the predicted step spends most of its critical path on.
-    lines : tuple of ComparedLine
-        The instructions' labels, those first that contribute most to the error of the step.
-    """
+    """One case, predicted and measured."""
 
     placement: str
+    # predicted_bytes, measured_bytes: peak memory of the device.
     predicted_bytes: int
     measured_bytes: int
-    limiter: str
+    limiter: str  # what the predicted step spends most of its critical path on
+    # The instructions' labels, those first that contribute most to the error of the step.
     lines: tuple[ComparedLine, ...]
 
     @property
@@ -89,20 +80,11 @@ def case_rows(content: Sequence[Mapping[str, Any]]) -> list[PredictedCase]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration under all placements that there were to choose from.
-
-    Attributes
-    ----------
-    rows : tuple of PredictedCase
-    limit_bytes : int or None
-        Memory of each device, where it is limited.
-    again : PredictedCase or None
-        One of them measured once more, in turn with all.
-    """
+    """One configuration under all placements that there were to choose from."""
 
     rows: tuple[PredictedCase, ...]
-    limit_bytes: int | None = None
-    again: PredictedCase | None = None
+    limit_bytes: int | None = None  # memory of each device, where it is limited
+    again: PredictedCase | None = None  # one of them measured once more, in turn with all
 
     @classmethod
     def with_and_without_limit(

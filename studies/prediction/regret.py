@@ -48,18 +48,9 @@ _LONGEST_STEP_S = 0.12
 
 @dataclass(frozen=True)
 class ChoiceRequest:
-    """What the planner is to choose a plan for.
+    """What the planner is to choose a plan for."""
 
-    Attributes
-    ----------
-    case : Case
-        Model, batch and format; threads of each rank.
-    num_ranks : int
-    rng : str
-    num_perturbations : int
-    """
-
-    case: Case
+    case: Case  # model, batch and format; threads of each rank
     num_ranks: int
     rng: str
     num_perturbations: int
@@ -140,15 +131,7 @@ def plans_for(request: Request, num_next: int, num_random: int, seed: int) -> di
 
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """What the plans of one request took.
-
-    Attributes
-    ----------
-    request : ChoiceRequest
-    chosen : str
-        In words.
-    times : mapping of str to TurnTimes
-    """
+    """What the plans of one request took."""
 
     request: ChoiceRequest
     chosen: str

@@ -21,22 +21,13 @@ def compressed(activation: Array, bits: int) -> Array:
 
 @dataclass(frozen=True)
 class EncodedBoundary:
-    """``S₁(x) = x`` before a boundary, ``F∘S₂(a; y) = ½(a; y)ᵀH(a; y)`` behind it.
+    """``S₁(x) = x`` before a boundary, ``F∘S₂(a; y) = ½(a; y)ᵀH(a; y)`` behind it."""
 
-    Attributes
-    ----------
-    hessian : numpy.ndarray
-        ``H``, shape (2n, 2n).
-    activation, parameters : numpy.ndarray
-        ``a`` and ``y``, shape (n,).
-    bits : int
-        Of the codec.
-    """
-
-    hessian: Array
+    hessian: Array  # ``H``, shape (2n, 2n)
+    # activation, parameters: ``a`` and ``y``, shape (n,).
     activation: Array
     parameters: Array
-    bits: int
+    bits: int  # of the codec
 
     @classmethod
     def of(

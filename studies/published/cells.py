@@ -36,23 +36,13 @@ UPLOAD, OFFLOAD = ("upload", "gather"), ("offload",)
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement, however often it is printed.
+    """One measurement, however often it is printed."""
 
-    Attributes
-    ----------
-    row : PublishedRow
-        The first row that prints it.
-    case : PublishedCase
-    values : tuple of float
-        What rows print for it, the first as in `row`; more than one if they disagree.
-    rows : tuple of PublishedRow
-        All rows that print it.
-    """
-
-    row: PublishedRow
+    row: PublishedRow  # the first row that prints it
     case: PublishedCase
+    # What rows print for it, the first as in `row`; more than one if they disagree.
     values: tuple[float, ...] = ()
-    rows: tuple[PublishedRow, ...] = ()
+    rows: tuple[PublishedRow, ...] = ()  # all rows that print it
 
     def printed_in(self, row: PublishedRow) -> Cell:
         """Return the cell as it is known after one more row that prints it."""

@@ -66,7 +66,6 @@ def calibrate_rows(rows: str, output: Path | None, *, as_json: bool) -> None:
         A CSV file, or ``"shipped"``.
     output : Path, optional
         Where to write the profile.
-    as_json : bool
     """
     fitted = calibrate_on(shipped_rows() if rows == SHIPPED else read_rows(rows))
     if output is not None:

@@ -27,24 +27,14 @@ Domain = Literal["speed", "memory"]
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """A constant to be fitted.
-
-    Attributes
-    ----------
-    name, unit, meaning : str
-    prior : float
-        What it would have been said to be beforehand.
-    sigma : float
-        Standard deviation of the prior's logarithm.
-    low, high : float
-        Bounds that physics sets.
-    """
+    """A constant to be fitted."""
 
     name: str
     unit: str
     meaning: str
-    prior: float
-    sigma: float
+    prior: float  # what it would have been said to be beforehand
+    sigma: float  # standard deviation of the prior's logarithm
+    # low, high: bounds that physics sets.
     low: float = 0.0
     high: float = float("inf")
 

@@ -74,20 +74,11 @@ class UnknownRow(ZosimError):  # noqa: N818 - reads as the statement it makes
 
 @dataclass(frozen=True)
 class Method:
-    """A method as the tables name it.
+    """A method as the tables name it."""
 
-    Attributes
-    ----------
-    base : {"MeZO", "ZO2"}
-    parallel : tuple of str
-        ``"PertP"`` and ``"DDP"``, the inner axis first.
-    option : str
-        An ablation, ``"compress=<format>"``, or nothing.
-    """
-
-    base: str
-    parallel: tuple[str, ...] = ()
-    option: str = ""
+    base: str  # {"MeZO", "ZO2"}
+    parallel: tuple[str, ...] = ()  # ``"PertP"`` and ``"DDP"``, the inner axis first
+    option: str = ""  # an ablation, ``"compress=<format>"``, or nothing
 
     @property
     def is_offloaded(self) -> bool:
@@ -129,19 +120,10 @@ def method_of(row: PublishedRow) -> Method:
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A row's plan and where it runs.
-
-    Attributes
-    ----------
-    plan : Plan
-    preset : str
-        Name of the hardware preset.
-    paper : str
-    method : Method
-    """
+    """A row's plan and where it runs."""
 
     plan: Plan
-    preset: str
+    preset: str  # name of the hardware preset
     paper: str
     method: Method
 

@@ -22,7 +22,6 @@ def answers_of_all(
 
     Parameters
     ----------
-    rows : sequence of PublishedRow
     profile : PublishedProfile
         Where it was fitted without rows of SparQ's, QuZO's or ZOinfer's tables, those that ship decide their constants.
     on_cell : callable, optional

@@ -7,21 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """Something that cannot be, or two things that cannot both be.
+    """Something that cannot be, or two things that cannot both be."""
 
-    Attributes
-    ----------
-    rule : str
-        What is violated.
-    places : tuple of str
-        Cells concerned: paper, table and cell.
-    arithmetic : str
-        The numbers.
-    sets_apart : bool
-        Whether the first cell is scored apart. Off where the numbers do not say which of several cells is wrong.
-    """
-
-    rule: str
-    places: tuple[str, ...]
-    arithmetic: str
+    rule: str  # what is violated
+    places: tuple[str, ...]  # cells concerned: paper, table and cell
+    arithmetic: str  # the numbers
+    # Whether the first cell is scored apart. Off where the numbers do not say which of several cells is wrong.
     sets_apart: bool = True

@@ -46,24 +46,13 @@ class IdentifiedConstant(FoundConstant):
 
 
 class FoundFit(_Frozen):
-    """One paper's constants of one domain.
-
-    Attributes
-    ----------
-    paper : str
-    domain : {"speed", "memory"}
-    constants : tuple of IdentifiedConstant
-    covariance : tuple of tuple of float
-        Of the logarithms of the values.
-    half_widths : mapping of str to float
-        Half width of the 90 % interval in logs by group of cells, from residuals held out by setting; ``""`` for others.
-    num_cells : int
-    """
+    """One paper's constants of one domain."""
 
     paper: str
     domain: Domain
     constants: tuple[IdentifiedConstant, ...]
-    covariance: tuple[tuple[float, ...], ...]
+    covariance: tuple[tuple[float, ...], ...]  # of the logarithms of the values
+    # Half width of the 90 % interval in logs by group of cells, from residuals held out by setting; ``""`` for others.
     half_widths: dict[str, float]
     num_cells: int
 
@@ -83,26 +72,14 @@ class FoundFit(_Frozen):
 
 
 class PublishedProfile(_Frozen):
-    """All fits of one calibration on published rows.
-
-    Attributes
-    ----------
-    fits : tuple of FoundFit
-        Of papers whose rows are timed on machines.
-    sparq : SparqFit, optional
-        Of SparQ's volumes and memory; None where no row was there to fit it.
-    quzo : QuzoFit, optional
-        Of QuZO's memory and seconds, likewise.
-    zoinfer : TableFit, optional
-        Of ZOinfer's speed-ups and hours, likewise.
-    """
+    """All fits of one calibration on published rows."""
 
     format: Literal["zosim-published-profile"] = "zosim-published-profile"
     version: Literal[1] = 1
-    fits: tuple[FoundFit, ...]
-    sparq: SparqFit | None = None
-    quzo: QuzoFit | None = None
-    zoinfer: TableFit | None = None
+    fits: tuple[FoundFit, ...]  # of papers whose rows are timed on machines
+    sparq: SparqFit | None = None  # of SparQ's volumes and memory; None where no row was there to fit it
+    quzo: QuzoFit | None = None  # of QuZO's memory and seconds, likewise
+    zoinfer: TableFit | None = None  # of ZOinfer's speed-ups and hours, likewise
 
     def fit(self, paper: str, domain: Domain) -> FoundFit | None:
         """Return the fit of a paper's domain; None where no row was there to fit it."""

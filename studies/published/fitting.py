@@ -38,29 +38,14 @@ Predictor = Callable[[Cell, list[Values]], Floats]
 
 @dataclass(frozen=True)
 class Solution:
-    """What a fit found.
-
-    Attributes
-    ----------
-    constants : tuple of FittedConstant
-    x : array
-        Logarithms of their values.
-    cells : tuple of Cell
-        What was fitted.
-    residuals : array
-        ``log predicted - log printed`` of each.
-    jacobian : array
-        Derivatives of the log predictions, cells by constants.
-    covariance : array
-        Of `x`.
-    """
+    """What a fit found."""
 
     constants: tuple[FittedConstant, ...]
-    x: Floats
-    cells: tuple[Cell, ...]
-    residuals: Floats
-    jacobian: Floats
-    covariance: Floats
+    x: Floats  # logarithms of their values
+    cells: tuple[Cell, ...]  # what was fitted
+    residuals: Floats  # ``log predicted - log printed`` of each
+    jacobian: Floats  # derivatives of the log predictions, cells by constants
+    covariance: Floats  # of `x`
 
     @property
     def values(self) -> dict[str, float]:
@@ -99,7 +84,6 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | No
     cells : sequence of Cell
         Those with a printed value count.
     paper : {"ZO2", "DistZO2"}
-    domain : {"speed", "memory"}
     start : mapping of str to float, optional
         Constants near the optimum, where they are known; by default it is searched for from the prior.
 

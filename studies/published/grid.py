@@ -26,22 +26,13 @@ NUM_STEPS = 4
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's periodic step.
-
-    Attributes
-    ----------
-    program : Program
-    representatives : tuple of Instruction
-        One instruction of each kind of work.
-    kinds : tuple of int
-        Which of them each instruction of the step is like.
-    nodes : tuple of Node
-        The instructions of the step by their numbers, and the host's own work behind the last, each after what it waits for.
-    """
+    """A program's periodic step."""
 
     program: Program
-    representatives: tuple[Instruction, ...]
-    kinds: tuple[int, ...]
+    representatives: tuple[Instruction, ...]  # one instruction of each kind of work
+    kinds: tuple[int, ...]  # which of them each instruction of the step is like
+    # The instructions of the step by their numbers, and the host's own work behind the last, each after what it waits
+    # for.
     nodes: tuple[Node, ...]
 
     @cached_property

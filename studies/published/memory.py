@@ -28,30 +28,17 @@ KEPT_ROLES = ("weights", "staging buffers", "transfer buffers")
 
 @dataclass(frozen=True)
 class Parts:
-    """Counted sizes of one rank, in bytes unless it says otherwise.
+    """Counted sizes of one rank, in bytes unless it says otherwise."""
 
-    Attributes
-    ----------
-    kept : int
-        Weights, staging and transfer buffers on the device.
-    cache : int
-        Keys and values that a forward leaves behind where its code keeps them.
-    table, logits, block : int
-        One copy each of the temporaries of the three phases.
-    passes_both : bool
-        Whether both signs pass block by block, so that the first sign's logits wait for the second's.
-    keeps_probabilities : bool
-        Whether outputs hold on to attention probabilities.
-    num_communicators : int
-    """
-
-    kept: int
-    cache: int
+    kept: int  # weights, staging and transfer buffers on the device
+    cache: int  # keys and values that a forward leaves behind where its code keeps them
+    # table, logits, block: one copy each of the temporaries of the three phases.
     table: int
     logits: int
     block: int
+    # Whether both signs pass block by block, so that the first sign's logits wait for the second's.
     passes_both: bool
-    keeps_probabilities: bool
+    keeps_probabilities: bool  # whether outputs hold on to attention probabilities
     num_communicators: int
 
     def device_bytes(self, values: Values) -> float:

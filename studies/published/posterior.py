@@ -33,19 +33,12 @@ class FoundConstant(BaseModel):
 
 
 class TableFit(BaseModel):
-    """What the tables of one paper say about their constants.
-
-    Attributes
-    ----------
-    constants : tuple of FoundConstant
-    half_width : float
-        Of the 90 % interval of a prediction, in logs, from residuals of cells left out one by one.
-    num_cells : int
-    """
+    """What the tables of one paper say about their constants."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     constants: tuple[FoundConstant, ...]
+    # Of the 90 % interval of a prediction, in logs, from residuals of cells left out one by one.
     half_width: float
     num_cells: int
 
@@ -62,7 +55,6 @@ def found_constants(
 
     Parameters
     ----------
-    constants : sequence of FittedConstant
     x, sigmas : array
         Logarithms of the values, one for each constant, and their standard deviations.
 
@@ -88,16 +80,10 @@ def found_constants(
 
 @dataclass(frozen=True)
 class Posterior:
-    """What printed numbers say about constants.
-
-    Attributes
-    ----------
-    constants : tuple of FittedConstant
-    x, sigmas : array
-        Logarithms of the most probable values, and their standard deviations.
-    """
+    """What printed numbers say about constants."""
 
     constants: tuple[FittedConstant, ...]
+    # x, sigmas: logarithms of the most probable values, and their standard deviations.
     x: Floats
     sigmas: Floats
 
@@ -127,7 +113,6 @@ def posterior(
 
     Parameters
     ----------
-    constants : sequence of FittedConstant
     errors : callable
         From values to the error of each printed number, in units of its standard deviation.
     diff_step : float, optional

@@ -39,23 +39,14 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class CellPrediction:
-    """What is predicted for one row.
+    """What is predicted for one row."""
 
-    Attributes
-    ----------
-    predicted, low, high : float or None
-        In the row's unit, with the ends of the 90 % interval; None where there is no prediction.
-    bottleneck : str
-        What takes most of the step, or most of the memory.
-    note : str
-        Why there is no prediction, or what to know about it.
-    """
-
+    # predicted, low, high: in the row's unit, with the ends of the 90 % interval; None where there is no prediction.
     predicted: float | None = None
     low: float | None = None
     high: float | None = None
-    bottleneck: str = ""
-    note: str = ""
+    bottleneck: str = ""  # what takes most of the step, or most of the memory
+    note: str = ""  # why there is no prediction, or what to know about it
 
     def columns(self) -> dict[str, str]:
         """Return the columns that predictions append to a row."""
@@ -72,8 +63,6 @@ def answers(
 
     Parameters
     ----------
-    rows : sequence of PublishedRow
-    profile : PublishedProfile
     on_cell : callable, optional
         Told of each measurement that was predicted.
     """

@@ -115,43 +115,21 @@ _MODELS = {"OPT": "opt", "LLAMA-2": "llama-2", "LLAMA2": "llama-2", "LLAMA-3": "
 
 @dataclass(frozen=True)
 class QuzoCase:
-    """What a row's number is of.
+    """What a row's number is of."""
 
-    Attributes
-    ----------
-    model : str
-        A shipped size.
-    method : str
-        As printed, without its brackets, in upper case.
-    bits : int
-        Of a weight.
-    dataset : str
-        One of :data:`DATASETS`; empty for all.
-    is_full : bool
-        Whether the table is one of full tuning.
-    gpus : int
-    value : float or None
-    """
-
-    model: str
-    method: str
-    bits: int
-    dataset: str
-    is_full: bool
+    model: str  # a shipped size
+    method: str  # as printed, without its brackets, in upper case
+    bits: int  # of a weight
+    dataset: str  # one of :data:`DATASETS`; empty for all
+    is_full: bool  # whether the table is one of full tuning
     gpus: int = 1
     value: float | None = None
 
 
 class QuzoFit(TableFit):
-    """Constants of QuZO's tables.
+    """Constants of QuZO's tables."""
 
-    Attributes
-    ----------
-    times : tuple of FoundConstant
-        Of the seconds of a step; empty where no row prints them.
-    """
-
-    times: tuple[FoundConstant, ...] = ()
+    times: tuple[FoundConstant, ...] = ()  # of the seconds of a step; empty where no row prints them
 
     @property
     def values(self) -> dict[str, float]:
@@ -234,18 +212,13 @@ def _printed(rows: Iterable[PublishedRow], quantities: Sequence[str]) -> list[Qu
 
 @dataclass(frozen=True)
 class Counted:
-    """What a model's shapes say.
+    """What a model's shapes say."""
 
-    Attributes
-    ----------
-    parameters, ends : int
-        All stored elements, and those outside the blocks.
-    kept, temporaries, cache, logits : float
-        Bytes a token in 16 bits: for a backward; a block's temporaries; keys and values; one copy of the logits.
-    """
-
+    # parameters, ends: all stored elements, and those outside the blocks.
     parameters: int
     ends: int
+    # kept, temporaries, cache, logits: bytes a token in 16 bits: for a backward; a block's temporaries; keys and values;
+    # one copy of the logits.
     kept: float
     temporaries: float
     cache: float

@@ -52,27 +52,15 @@ class NotPredicted(ZosimError):  # noqa: N818 - reads as the statement it makes
 
 @dataclass(frozen=True)
 class VolumeCase:
-    """One communication volume.
-
-    Attributes
-    ----------
-    model, dataset : str
-    method : {"FO-SGD", "AQ-SGD", "ZO-SGD", "SparQ", "messages"}
-        ``"messages"`` are those that AQ-SGD keeps of every sample.
-    bits : int
-        Of an activation's values.
-    digits : int
-        Behind the point, as the table prints it.
-    num_eval_points : int
-        Activations that cross in a step of a zeroth-order run, each.
-    """
+    """One communication volume."""
 
     model: str
     dataset: str
+    # {"FO-SGD", "AQ-SGD", "ZO-SGD", "SparQ", "messages"}: ``"messages"`` are those that AQ-SGD keeps of every sample.
     method: str
-    bits: int
-    digits: int
-    num_eval_points: int = FORWARD
+    bits: int  # of an activation's values
+    digits: int  # behind the point, as the table prints it
+    num_eval_points: int = FORWARD  # activations that cross in a step of a zeroth-order run, each
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:

@@ -50,14 +50,7 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class PeakCase:
-    """One printed peak.
-
-    Attributes
-    ----------
-    model, dataset : str
-    is_first_order : bool
-    value : float or None
-    """
+    """One printed peak."""
 
     model: str
     dataset: str

@@ -67,20 +67,12 @@ _VARYING, _VARIATION = ("GPT2", "Llama-1B", "GELU", "SwiGLU"), 0.25
 
 
 class VolumeFit(BaseModel):
-    """What rows say about all constants.
-
-    Attributes
-    ----------
-    terms : tuple of FoundConstant
-    covariance : tuple of tuple of float
-        Of the logarithms.
-    num_cells : int
-    """
+    """What rows say about all constants."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     terms: tuple[FoundConstant, ...]
-    covariance: tuple[tuple[float, ...], ...]
+    covariance: tuple[tuple[float, ...], ...]  # of the logarithms
     num_cells: int
 
     @property
@@ -129,20 +121,13 @@ def fit_volumes(known: Sequence[Printed]) -> VolumeFit:
 
 @dataclass(frozen=True)
 class PredictedVolume:
-    """A volume as its table would print it, and as it is, GB.
+    """A volume as its table would print it, and as it is, GB."""
 
-    Attributes
-    ----------
-    printed, low, high : float
-        Expected printed number, and the printed numbers of the ends of the 90 % interval.
-    exact : float
-        Before rounding.
-    """
-
+    # printed, low, high: expected printed number, and the printed numbers of the ends of the 90 % interval.
     printed: float
     low: float
     high: float
-    exact: float
+    exact: float  # before rounding
 
 
 def predicted_volume(case: VolumeCase, fit: VolumeFit) -> PredictedVolume:

@@ -61,25 +61,14 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class ZoinferCase:
-    """What a row's number is of.
+    """What a row's number is of."""
 
-    Attributes
-    ----------
-    model : str
-        A shipped size.
-    batch : int
-    quantity : str
-        ``"speedup"``, or ``"loop"`` or ``"serving"``: seconds of a step; ``"loop speedup"`` over the loop that tunes
-        everything.
-    is_full : bool
-        Whether all parameters are tuned by the loop, not the linears of the blocks alone.
-    value : float or None
-    """
-
-    model: str
+    model: str  # a shipped size
     batch: int
+    # ``"speedup"``, or ``"loop"`` or ``"serving"``: seconds of a step; ``"loop speedup"`` over the loop that tunes
+    # everything.
     quantity: str
-    is_full: bool = False
+    is_full: bool = False  # whether all parameters are tuned by the loop, not the linears of the blocks alone
     value: float | None = None
 
 

@@ -45,32 +45,20 @@ GRIDS: dict[str, type[RoundedPerturbation]] = {"least error": RoundedPerturbatio
 
 @dataclass(frozen=True)
 class Estimate:
-    """What an estimator's samples are on average.
-
-    Attributes
-    ----------
-    grid, estimator : str
-    bits : int
-    along, along_stderr : float
-        Of the mean along the gradient, 1 where the two are equal, and its standard error.
-    predicted : float
-        The same in closed form.
-    error, error_stderr : float
-        ``|E ĝ - ∇|² / |∇|²``, what is left of the squared error of the mean without the noise of finitely many samples,
-        and its standard error, from samples in ten parts.
-    energy : float
-        ``E|ĝ|² / |∇|²``.
-    """
+    """What an estimator's samples are on average."""
 
     grid: str
     estimator: EstimatorName
     bits: int
+    # along, along_stderr: of the mean along the gradient, 1 where the two are equal, and its standard error.
     along: float
     along_stderr: float
-    predicted: float
+    predicted: float  # the same in closed form
+    # error, error_stderr: ``|E ĝ - ∇|² / |∇|²``, what is left of the squared error of the mean without the noise of
+    # finitely many samples, and its standard error, from samples in ten parts.
     error: float
     error_stderr: float
-    energy: float
+    energy: float  # ``E|ĝ|² / |∇|²``
 
 
 class Problem:
@@ -147,7 +135,6 @@ def estimates(
         A multiple of ten.
     seed : int
         Of the normals and of what they are rounded with.
-    bits : sequence of int
     grids : sequence of str
         Of :data:`GRIDS`.
     """

@@ -40,15 +40,9 @@ PLACES: tuple[str, ...] = ("resident", "offloaded")
 
 @dataclass(frozen=True)
 class ComparedPeak:
-    """Bytes of a device at the peak of a step.
+    """Bytes of a device at the peak of a step."""
 
-    Attributes
-    ----------
-    qvalues, blocks : str
-        Keys of :data:`QUANTIZED`, and where blocks are.
-    predicted_bytes, measured_bytes : int
-    """
-
+    # qvalues, blocks: keys of :data:`QUANTIZED`, and where blocks are.
     qvalues: str
     blocks: str
     predicted_bytes: int

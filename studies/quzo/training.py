@@ -51,34 +51,17 @@ _CURVE_STEPS = 25
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One way to train.
-
-    Attributes
-    ----------
-    name : str
-    low_bits : mapping
-        Fields of the axis.
-    dtype : str
-        Of what is not quantized.
-    num_perturbations : int
-    rate : float
-        Multiple of the task's learning rate.
-    is_first_order : bool
-        Whether a gradient is computed, straight through roundings.
-    adapter_rank : int
-        Of adapters that are tuned in place of the model's own parameters; 0 for none.
-    is_one_point : bool
-        Whether the projected gradient is of one forward a step, less that of the step before.
-    """
+    """One way to train."""
 
     name: str
-    low_bits: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
+    low_bits: Mapping[str, Any] = field(default_factory=dict)  # fields of the axis
+    dtype: str = "float32"  # of what is not quantized
     num_perturbations: int = 1
-    rate: float = 1.0
-    is_first_order: bool = False
+    rate: float = 1.0  # multiple of the task's learning rate
+    is_first_order: bool = False  # whether a gradient is computed, straight through roundings
+    # Whether the projected gradient is of one forward a step, less that of the step before.
     is_one_point: bool = False
-    adapter_rank: int = 0
+    adapter_rank: int = 0  # of adapters that are tuned in place of the model's own parameters; 0 for none
 
 
 def _cases() -> Iterator[TrainingCase]:

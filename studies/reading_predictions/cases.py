@@ -31,21 +31,13 @@ _NOISE = 0.01
 
 @dataclass(frozen=True)
 class Reading:
-    """One instruction of a step.
-
-    Attributes
-    ----------
-    instruction, label : str
-    predicted_s, measured_s : float
-    terms : mapping of str to float
-        What the prediction adds up: seconds by cause.
-    """
+    """One instruction of a step."""
 
     instruction: str
     label: str
     predicted_s: float
     measured_s: float
-    terms: Mapping[str, float]
+    terms: Mapping[str, float]  # what the prediction adds up: seconds by cause
 
 
 def offloaded(model: str = "opt-13b", *, seq: int = 512) -> PlannedRun:

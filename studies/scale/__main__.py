@@ -43,26 +43,13 @@ _GRID_AXES = ("copy_h2d_bandwidth", "copy_d2h_bandwidth", "matmul_rate", "sampli
 
 @dataclass(frozen=True)
 class Timing:
-    """One way of predicting.
-
-    Attributes
-    ----------
-    name : str
-    seconds : float
-        That it took.
-    core_s : float
-        Seconds of a core that it took; less than the seconds where other processes ran.
-    num_done : int
-        Ends of instructions, processes, or configurations.
-    step_s : float or None
-        What it says that a step takes.
-    """
+    """One way of predicting."""
 
     name: str
-    seconds: float
-    core_s: float
-    num_done: int
-    step_s: float | None
+    seconds: float  # that it took
+    core_s: float  # seconds of a core that it took; less than the seconds where other processes ran
+    num_done: int  # ends of instructions, processes, or configurations
+    step_s: float | None  # what it says that a step takes
 
 
 def main() -> int:

@@ -54,7 +54,6 @@ def step_time_bounds(
 
     Parameters
     ----------
-    plan : Plan
     machine : Machine
         Of the rank.
     batches, seqs : sequence of int
@@ -202,23 +201,12 @@ class _Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class _GridOrder:
-    """Who waits for whom in the steps of one rank.
-
-    Attributes
-    ----------
-    program : Program
-    first : tuple of tuple of _Chain
-        The steps that reach back into the prologue, in order.
-    usual : tuple of _Chain
-        Every later step.
-    carried : tuple of int
-        Whom later steps wait for: where they shift alike, everything does.
-    """
+    """Who waits for whom in the steps of one rank."""
 
     program: Program
-    first: tuple[tuple[_Chain, ...], ...]
-    usual: tuple[_Chain, ...]
-    carried: tuple[int, ...]
+    first: tuple[tuple[_Chain, ...], ...]  # the steps that reach back into the prologue, in order
+    usual: tuple[_Chain, ...]  # every later step
+    carried: tuple[int, ...]  # whom later steps wait for: where they shift alike, everything does
 
     @classmethod
     def of(cls, program: Program, machine: Machine) -> _GridOrder:

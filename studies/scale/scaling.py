@@ -21,7 +21,6 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
 
     Parameters
     ----------
-    machine : Machine
     factors : mapping of str to float
         By constant (:data:`~costmodel.rates.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
         capacities of whatever copies cross. Positive.

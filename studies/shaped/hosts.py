@@ -54,7 +54,6 @@ def topology_of(
     ----------
     machine : Topology
         One host, as :func:`topology.detect` finds it.
-    num_hosts : int
     rate : str
         Of each host's link, as ``tc`` writes it.
     latency_s : float
@@ -138,9 +137,6 @@ def machines_of(
 
     Parameters
     ----------
-    topology : Topology
-    devices : sequence of str
-    profile : Profile
     groups : mapping
         As for :func:`zosim.hardware.machines.machines_for`.
     num_cores : float, optional

@@ -25,28 +25,17 @@ _CHUNKS_S = 0.8
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """What was measured of one network.
+    """What was measured of one network."""
 
-    Attributes
-    ----------
-    message_s : float
-        Median seconds of a round of an all_gather of 8 bytes, of as many rounds as doubling takes.
-    bandwidth_bytes_per_s : float
-        Of a large all_gather: what each rank sends over the seconds.
-    core_s_per_byte : float
-        Work that all ranks lose, in seconds of a core, where they gather chunks while they compute and meet, over the bytes
-        that they send.
-    busy_latency_s : float
-        Seconds of such a chunk beyond those of its bytes: threads wait for a core's turn.
-    num_cores : float
-        Cores' worth of work that all ranks do at once, where they exchange a number every now and then: less than there
-        are, for ranks wait for the slowest, and those that share a core for their turns and its caches.
-    """
-
+    # Median seconds of a round of an all_gather of 8 bytes, of as many rounds as doubling takes.
     message_s: float
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: float  # of a large all_gather: what each rank sends over the seconds
+    # Work that all ranks lose, in seconds of a core, where they gather chunks while they compute and meet, over the bytes
+    # that they send.
     core_s_per_byte: float
-    busy_latency_s: float
+    busy_latency_s: float  # seconds of such a chunk beyond those of its bytes: threads wait for a core's turn
+    # Cores' worth of work that all ranks do at once, where they exchange a number every now and then: less than there
+    # are, for ranks wait for the slowest, and those that share a core for their turns and its caches.
     num_cores: float
 
 

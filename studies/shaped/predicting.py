@@ -23,26 +23,15 @@ from zosim.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedRow(TimedCase):
-    """One case, predicted on links of the declared rate, and measured.
-
-    Attributes
-    ----------
-    rate, strategy, layout : str
-    measured_link_s : float
-        Step time predicted on links of the bandwidth that one large all_gather reached.
-    fastest_s : float
-        Least of the timed steps, of which the measured time is the median.
-    num_steps : int
-    labels : tuple of (str, float, float)
-        Busy seconds of a step of rank 0 by label, predicted and measured, those first that differ most.
-    """
+    """One case, predicted on links of the declared rate, and measured."""
 
     rate: str
     strategy: str
     layout: str
-    measured_link_s: float
-    fastest_s: float
+    measured_link_s: float  # step time predicted on links of the bandwidth that one large all_gather reached
+    fastest_s: float  # least of the timed steps, of which the measured time is the median
     num_steps: int
+    # Busy seconds of a step of rank 0 by label, predicted and measured, those first that differ most.
     labels: tuple[tuple[str, float, float], ...]
 
     @property
@@ -63,8 +52,6 @@ def predict(
 
     Parameters
     ----------
-    rate : str
-    layout : HostLayout
     measured_steps : NetworkSteps
         What was measured on it.
     latency_s : float

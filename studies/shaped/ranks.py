@@ -44,8 +44,6 @@ def run_ranks(
     ----------
     network : ShapedNetwork
         That has been entered.
-    command : sequence of str
-    ranks_per_host : int
     timeout_s : float, optional
         After which all ranks are ended, and 124 is returned, as ``timeout`` does.
 

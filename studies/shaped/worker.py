@@ -49,13 +49,7 @@ class CaseSteps:
 
 @dataclass(frozen=True)
 class NetworkSteps:
-    """What one network did.
-
-    Attributes
-    ----------
-    link : LinkFigures
-    cases : tuple of CaseSteps
-    """
+    """What one network did."""
 
     link: LinkFigures
     cases: tuple[CaseSteps, ...]

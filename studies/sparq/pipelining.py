@@ -55,20 +55,14 @@ _NUM_ROUNDS, _NUM_STEPS = 3, 6
 
 @dataclass(frozen=True)
 class Idle:
-    """One case.
-
-    Attributes
-    ----------
-    case : str
-    predicted_s, measured_s : float
-        Of a step.
-    predicted_first, predicted_second, measured_first, measured_second : float
-        Part of a step in which a stage neither computes nor prepares what it computes with.
-    """
+    """One case."""
 
     case: str
+    # predicted_s, measured_s: of a step.
     predicted_s: float
     measured_s: float
+    # predicted_first, predicted_second, measured_first, measured_second: part of a step in which a stage neither computes
+    # nor prepares what it computes with.
     predicted_first: float
     measured_first: float
     predicted_second: float

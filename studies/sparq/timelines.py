@@ -46,22 +46,11 @@ perturbation, a zeroth-order one in P."""
 
 @dataclass(frozen=True)
 class PlottedMethod:
-    """A method of Fig. 3.
-
-    Attributes
-    ----------
-    name : str
-    first_order : str
-        Settings of a first-order step; empty for a zeroth-order one.
-    is_tied : bool
-        Whether a first-order step sums the gradients of the token table, which both stages hold.
-    codec : str
-    difference : str
-    num_perturbations : int
-    """
+    """A method of Fig. 3."""
 
     name: str
-    first_order: str = ""
+    first_order: str = ""  # settings of a first-order step; empty for a zeroth-order one
+    # Whether a first-order step sums the gradients of the token table, which both stages hold.
     is_tied: bool = False
     codec: str = "none"
     difference: str = "forward"

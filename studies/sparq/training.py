@@ -43,22 +43,12 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class CodecCase:
-    """Where the model is split, and the codecs that what crosses the boundary goes through.
-
-    Attributes
-    ----------
-    name : str
-    split_point : str
-    codec : str
-        Of the MLP's activation.
-    residual_codec : str
-        Of the residual stream, which is what crosses between blocks.
-    """
+    """Where the model is split, and the codecs that what crosses the boundary goes through."""
 
     name: str
     split_point: str
-    codec: str = "none"
-    residual_codec: str = "none"
+    codec: str = "none"  # of the MLP's activation
+    residual_codec: str = "none"  # of the residual stream, which is what crosses between blocks
 
     def split(self, encoding: str = "dense") -> Split:
         """Return the split as a plan has it; encodings lose nothing, so training takes the fastest."""
@@ -93,38 +83,25 @@ CASES = tuple(_cases())
 
 @dataclass(frozen=True)
 class TrainedCase:
-    """What one run came to.
-
-    Attributes
-    ----------
-    case : str
-    seed : int
-        Of the perturbations and of the order of the data.
-    num_steps : int
-    epsilon : float
-    loss_first, loss_last : float
-        Of the training batches, mean over the first and the last steps of a curve, as the run sees them: through the codec.
-    g_rms : float
-        Root mean square of the projected gradients.
-    accuracy, loss : float
-        On held-out questions, without the codec.
-    accuracy_through, loss_through : float
-        The same with the codec.
-    bytes_before, bytes_after : float
-        Sent per step, headers and lengths included, each tensor in its smallest encoding; at both ends of the run.
-    """
+    """What one run came to."""
 
     case: str
-    seed: int
+    seed: int  # of the perturbations and of the order of the data
     num_steps: int
     epsilon: float
+    # loss_first, loss_last: of the training batches, mean over the first and the last steps of a curve, as the run sees
+    # them: through the codec.
     loss_first: float
     loss_last: float
-    g_rms: float
+    g_rms: float  # root mean square of the projected gradients
+    # accuracy, loss: On held-out questions, without the codec.
     accuracy: float
     loss: float
+    # accuracy_through, loss_through: the same with the codec.
     accuracy_through: float
     loss_through: float
+    # bytes_before, bytes_after: sent per step, headers and lengths included, each tensor in its smallest encoding; at
+    # both ends of the run.
     bytes_before: float
     bytes_after: float
 

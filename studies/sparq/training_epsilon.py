@@ -31,28 +31,14 @@ _INSIDE, _BETWEEN = SplitPoint(1, inside=True), SplitPoint(1)
 
 @dataclass(frozen=True)
 class Seen:
-    """How a projected gradient through a codec compares with the one without.
+    """How a projected gradient through a codec compares with the one without."""
 
-    Attributes
-    ----------
-    split_point : str
-        ``"inside"`` (the activation is encoded, the residual stream is not) or ``"between"``.
-    codec : str
-    noise : str
-        ``"nearest"``, or random numbers that both signs ``"share"`` or draw ``"apart"``.
-    epsilon : float
-    relative_error : float
-        ``rms(g' - g) / rms(g)`` over perturbations.
-    correlation : float
-        Of ``g'`` and ``g`` over perturbations, about 0: what the update keeps.
-    """
-
-    split_point: str
+    split_point: str  # ``"inside"`` (the activation is encoded, the residual stream is not) or ``"between"``
     codec: str
-    noise: str
+    noise: str  # ``"nearest"``, or random numbers that both signs ``"share"`` or draw ``"apart"``
     epsilon: float
-    relative_error: float
-    correlation: float
+    relative_error: float  # ``rms(g' - g) / rms(g)`` over perturbations
+    correlation: float  # of ``g'`` and ``g`` over perturbations, about 0: what the update keeps
 
 
 Encoding = tuple[str, str, str]
@@ -92,12 +78,8 @@ def gradients(
 
     Parameters
     ----------
-    model : SegmentedModel
-    batch : mapping
-    epsilon : float
     seed : int
         Of the perturbation, and of what is rounded at random.
-    encodings : sequence of tuple
     """
     kept = {t.name: t.parameter.data.clone() for t in model.tensors if t.trainable}
     plain: list[float] = []

@@ -53,29 +53,17 @@ _WARM_STEPS, _STEPS = 4, 12
 
 @dataclass(frozen=True)
 class Timed:
-    """A case, predicted and measured.
-
-    Attributes
-    ----------
-    case, encoding : str
-    predicted_s, low_s, high_s : float
-        Step time with its interval.
-    measured_s : float
-        Median.
-    bytes_per_step : float
-        On the wire.
-    foreign_cores : float
-        That others used meanwhile.
-    """
+    """A case, predicted and measured."""
 
     case: str
     encoding: str
+    # predicted_s, low_s, high_s: step time with its interval.
     predicted_s: float
     low_s: float
     high_s: float
-    measured_s: float
-    bytes_per_step: float
-    foreign_cores: float
+    measured_s: float  # median
+    bytes_per_step: float  # On the wire
+    foreign_cores: float  # that others used meanwhile
 
 
 def row_of(timed: Timed) -> Row:

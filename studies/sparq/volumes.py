@@ -48,22 +48,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A printed communication volume.
-
-    Attributes
-    ----------
-    table : int
-    model, dataset, method : str
-    bits : int
-        Of an activation's values.
-    gigabytes : Interval
-    """
+    """A printed communication volume."""
 
     table: int
     model: str
     dataset: str
     method: str
-    bits: int
+    bits: int  # of an activation's values
     gigabytes: Interval
 
 
@@ -127,26 +118,13 @@ def tokens(volume: Volume, *, activations: float, bits: float) -> Interval:
 
 @dataclass(frozen=True, slots=True)
 class EncodingFinding:
-    """One SparQ volume against the ZO-SGD run of the same model and data.
-
-    Attributes
-    ----------
-    volume : Volume
-    baseline : str
-        What ZO-SGD is supposed to have sent.
-    bits : Interval
-        Per element.
-    is_dense : bool
-        Whether ``b`` bits for every element explain it.
-    density : mapping of int to Interval
-        Needed by values and indices, by the index's bits.
-    """
+    """One SparQ volume against the ZO-SGD run of the same model and data."""
 
     volume: Volume
-    baseline: str
-    bits: Interval
-    is_dense: bool
-    density: dict[int, Interval]
+    baseline: str  # what ZO-SGD is supposed to have sent
+    bits: Interval  # per element
+    is_dense: bool  # whether ``b`` bits for every element explain it
+    density: dict[int, Interval]  # needed by values and indices, by the index's bits
 
 
 def findings(volumes: list[Volume]) -> Iterator[EncodingFinding]:

@@ -38,32 +38,15 @@ Predictions = Mapping[float, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Chosen:
-    """A constant that somebody chose with measurements in view.
-
-    Attributes
-    ----------
-    name : str
-    kinds : tuple of str
-        Kinds of the rows that it was chosen beside.
-    apply : callable
-        Context in which its value is so many times the shipped one.
-    neutral : float
-        Factor that leads to the value without measurements.
-    without : str
-        That value, in words.
-    factors : tuple of float
-        Among which a fit chooses.
-    codes : tuple of str
-        Codes of the rows, where it is not of all.
-    """
+    """A constant that somebody chose with measurements in view."""
 
     name: str
-    kinds: tuple[str, ...]
-    apply: Apply
-    neutral: float
-    without: str
-    factors: tuple[float, ...] = FACTORS
-    codes: tuple[str, ...] = ()
+    kinds: tuple[str, ...]  # kinds of the rows that it was chosen beside
+    apply: Apply  # context in which its value is so many times the shipped one
+    neutral: float  # factor that leads to the value without measurements
+    without: str  # that value, in words
+    factors: tuple[float, ...] = FACTORS  # among which a fit chooses
+    codes: tuple[str, ...] = ()  # codes of the rows, where it is not of all
 
     def concerns(self, row: MeasuredRow) -> bool:
         """Whether a row is of those that the constant was chosen beside."""
@@ -72,26 +55,15 @@ class Chosen:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A constant beside the rows of one source that had no say in it.
-
-    Attributes
-    ----------
-    chosen : Chosen
-    left_out : str
-        Source or machine.
-    num_rows, num_others : int
-        Rows of it, and of all others.
-    factor : float
-        Fitted to the others; neutral where there are none.
-    shipped, refitted, neutral : float
-        Median errors of its rows with each value.
-    """
+    """A constant beside the rows of one source that had no say in it."""
 
     chosen: Chosen
-    left_out: str
+    left_out: str  # source or machine
+    # num_rows, num_others: rows of it, and of all others.
     num_rows: int
     num_others: int
-    factor: float
+    factor: float  # fitted to the others; neutral where there are none
+    # shipped, refitted, neutral: median errors of its rows with each value.
     shipped: float
     refitted: float
     neutral: float

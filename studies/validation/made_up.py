@@ -36,18 +36,11 @@ _HEADS = ((64, 32, 32), (80, 32, 32), (128, 32, 8), (256, 16, 16))
 
 @dataclass
 class Findings:
-    """What was found over the rows asked so far.
-
-    Attributes
-    ----------
-    num_rows : int
-    found : Counter
-        How often, by what.
-    """
+    """What was found over the rows asked so far."""
 
     measured_machines: MeasuredMachines
     num_rows: int = 0
-    found: Counter[str] = field(default_factory=Counter)
+    found: Counter[str] = field(default_factory=Counter)  # how often, by what
 
     def sweep(self, kind: str, hardware: str, column: str, sizes: Sequence[int], **cells: object) -> None:
         """Ask for a row of each size, in order."""

@@ -17,33 +17,20 @@ from zosim.program.operations import Send
 
 @dataclass(frozen=True)
 class BoundaryCase:
-    """A step of a model that is split once, every message packed densely.
+    """A step of a model that is split once, every message packed densely."""
 
-    Attributes
-    ----------
-    hidden, inner : int
-        Widths of the residual stream and of the MLP's activation.
-    batch, seq : int
-        Sequences, and tokens of each.
-    inside : bool
-        Whether the split point is at the input of an MLP's second linear; else between two blocks.
-    activation_bits, residual_bits : int
-        Per number that is sent.
-    num_perturbations : int
-        Directions ``P``.
-    difference : str
-        ``"central"`` or ``"forward"``.
-    """
-
+    # hidden, inner: widths of the residual stream and of the MLP's activation.
     hidden: int
     inner: int
+    # batch, seq: sequences, and tokens of each.
     batch: int
     seq: int
-    inside: bool
+    inside: bool  # whether the split point is at the input of an MLP's second linear; else between two blocks
+    # activation_bits, residual_bits: per number that is sent.
     activation_bits: int
     residual_bits: int
-    num_perturbations: int
-    difference: Literal["central", "forward"]
+    num_perturbations: int  # directions ``P``
+    difference: Literal["central", "forward"]  # ``"central"`` or ``"forward"``
 
 
 @cache
@@ -104,7 +91,6 @@ def slopes(
         Where the activation is, in steps from its grid value.
     stochastic : bool
         Whether it is rounded at random, with numbers that both signs share; else to the nearest.
-    num_samples, seed : int
     """
     generator = np.random.default_rng(seed)
     u = generator.standard_normal(num_samples)

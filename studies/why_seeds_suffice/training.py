@@ -20,34 +20,18 @@ EPSILON = 1e-3
 
 @dataclass(frozen=True)
 class LogRow:
-    """What one step leaves in the log.
+    """What one step leaves in the log."""
 
-    Attributes
-    ----------
-    seed : int
-        The step's, given to ``torch.Generator.manual_seed``.
-    projected_gradient : float
-        ``g = (l₊ - l₋)/2ε``.
-    learning_rate : float
-        The one that this step's update is applied with.
-    """
-
-    seed: int
-    projected_gradient: float
-    learning_rate: float
+    seed: int  # the step's, given to ``torch.Generator.manual_seed``
+    projected_gradient: float  # ``g = (l₊ - l₋)/2ε``
+    learning_rate: float  # the one that this step's update is applied with
 
 
 @dataclass(frozen=True)
 class TunedRun:
-    """A finished run.
+    """A finished run."""
 
-    Attributes
-    ----------
-    base, tuned : dict of str to torch.Tensor
-        Parameters before and after, in registration order, in float32.
-    records : tuple of StepRecord
-    """
-
+    # base, tuned: parameters before and after, in registration order, in float32.
     base: Mapping[str, Tensor]
     tuned: Mapping[str, Tensor]
     records: tuple[StepRecord, ...]

@@ -13,15 +13,9 @@ from studies.exercises import Grade
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """One step beside one matrix.
+    """One step beside one matrix."""
 
-    Attributes
-    ----------
-    left, right : torch.Tensor
-        ``U`` (outputs, rank) and ``V`` (inputs, rank).
-    projected_gradient, learning_rate : float
-    """
-
+    # left, right: ``U`` (outputs, rank) and ``V`` (inputs, rank).
     left: Tensor
     right: Tensor
     projected_gradient: float

@@ -49,16 +49,10 @@ _TUNED = ("q_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts, and the answers behind each.
-
-    Attributes
-    ----------
-    shape : str
-    batch, answers, instruction : int
-        Prompts; answers of one token behind each; tokens that all prompts begin with.
-    """
+    """Prompts, and the answers behind each."""
 
     shape: str
+    # batch, answers, instruction: prompts; answers of one token behind each; tokens that all prompts begin with.
     batch: int
     answers: int = 1
     instruction: int = 0

@@ -39,28 +39,17 @@ _CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class RankRow:
-    """What became of one rank.
+    """What became of one rank."""
 
-    Attributes
-    ----------
-    rank : int
-        0 for dense perturbations.
-    second_moment, kurtosis : float
-        Of the estimate over that of dense perturbations, and of the projected gradient; sampled.
-    second_moment_reported, kurtosis_reported : float
-        The same by formula.
-    milliseconds : float
-        Of a step; nan where none was timed.
-    loss, accuracy : float
-        On held-out questions, mean over seeds; nan where nothing was trained.
-    """
-
-    rank: int
+    rank: int  # 0 for dense perturbations
+    # second_moment, kurtosis: of the estimate over that of dense perturbations, and of the projected gradient; sampled.
     second_moment: float
+    # second_moment_reported, kurtosis_reported: the same by formula.
     second_moment_reported: float
     kurtosis: float
     kurtosis_reported: float
-    milliseconds: float = float("nan")
+    milliseconds: float = float("nan")  # of a step; nan where none was timed
+    # loss, accuracy: On held-out questions, mean over seeds; nan where nothing was trained.
     loss: float = float("nan")
     accuracy: float = float("nan")
 
@@ -81,7 +70,6 @@ def moments_reported(matrices: Sequence[Tensor], rank: int) -> tuple[float, floa
     ----------
     matrices : sequence of torch.Tensor
         Gradients, each of shape (m, n).
-    rank : int
 
     Examples
     --------
@@ -120,7 +108,6 @@ def sampled_moments(
         Gradients, each of shape (m, n).
     rank : int
         Of ``z = U·Vᵀ/√r``; 0 for normals.
-    count, seed : int
 
     Notes
     -----

@@ -11,25 +11,14 @@ from torch import Tensor, nn
 
 @dataclass
 class PlainLoop:
-    """Steps along ``U·Vᵀ`` of every tuned matrix, with the paper's ``1/r`` in the update, or along all of its elements.
-
-    Attributes
-    ----------
-    model : torch.nn.Module
-    rank : int or None
-        None for MeZO's perturbations, which have no factors.
-    lazy_steps : int
-    rate, epsilon : float
-    losses : tuple of float
-        Of the latest step, at ``+ε`` and ``-ε``.
-    """
+    """Steps along ``U·Vᵀ`` of every tuned matrix, with the paper's ``1/r`` in the update, or along all of its elements."""
 
     model: nn.Module
-    rank: int | None
+    rank: int | None  # None for MeZO's perturbations, which have no factors
     lazy_steps: int
     rate: float
     epsilon: float
-    losses: tuple[float, float] = (0.0, 0.0)
+    losses: tuple[float, float] = (0.0, 0.0)  # of the latest step, at ``+ε`` and ``-ε``
     _rights: dict[str, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()

@@ -21,7 +21,6 @@ def adapter(
         steps of a window; ``projected_gradient`` and ``learning_rate``.
     probe : LoggedStep
         The step that is being taken; its projected gradient is not known yet.
-    epsilon : float
     sign : int
         1 or -1.
     """

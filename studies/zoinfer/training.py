@@ -58,21 +58,12 @@ class CurvePoint:
 
 @dataclass
 class Contender:
-    """A run.
+    """A run."""
 
-    Attributes
-    ----------
-    step : callable
-        From the step's number and its batch to losses at ``+ε`` and ``-ε``.
-    model : callable
-        What is evaluated.
-    seconds : float
-        Of its steps so far.
-    """
-
+    # From the step's number and its batch to losses at ``+ε`` and ``-ε``.
     step: Callable[[int, Mapping[str, Tensor]], tuple[float, float]]
-    model: Any
-    seconds: float = 0.0
+    model: Any  # what is evaluated
+    seconds: float = 0.0  # of its steps so far
 
 
 @dataclass(frozen=True)

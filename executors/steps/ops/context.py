@@ -53,31 +53,7 @@ class Ranks(Protocol):
 
 @dataclass
 class Context:
-    """What the actions of one program have in common.
-
-    Attributes
-    ----------
-    program : Program
-    forward_runner : ForwardRunner
-    store : BufferStore
-    hyperparameters : Hyperparameters
-    backend : Backend
-    threads : SamplingThreads
-    num_micro_batches : int
-        Micro-batches of a batch.
-    ranks : Ranks or None
-        The other ranks, where the program takes any.
-    remote_loss_dtype : torch.dtype or None
-        Format of losses, where only other ranks compute them.
-    graphs : Graphs or None
-        Of draws and blocks, where they are launched as graphs.
-    disk : DiskFile or None
-        Where the buffers lie that the program has on a drive.
-    adapter_rank_in_use : callable
-        Returns how much is read of adapters whose rank grows, which a graph has to be captured for.
-    loaded : LoadedBatch
-        The batch that this rank forwards.
-    """
+    """What the actions of one program have in common."""
 
     program: Program
     forward_runner: ForwardRunner
@@ -85,13 +61,14 @@ class Context:
     hyperparameters: Hyperparameters
     backend: Backend
     threads: SamplingThreads = field(default_factory=SamplingThreads)
-    num_micro_batches: int = 1
-    ranks: Ranks | None = None
-    remote_loss_dtype: torch.dtype | None = None
-    graphs: Graphs | None = None
-    disk: DiskFile | None = None
+    num_micro_batches: int = 1  # micro-batches of a batch
+    ranks: Ranks | None = None  # the other ranks, where the program takes any
+    remote_loss_dtype: torch.dtype | None = None  # format of losses, where only other ranks compute them
+    graphs: Graphs | None = None  # of draws and blocks, where they are launched as graphs
+    disk: DiskFile | None = None  # where the buffers lie that the program has on a drive
+    # Returns how much is read of adapters whose rank grows, which a graph has to be captured for.
     adapter_rank_in_use: Callable[[], int] = int
-    loaded: LoadedBatch = field(default_factory=LoadedBatch)
+    loaded: LoadedBatch = field(default_factory=LoadedBatch)  # the batch that this rank forwards
     _bound: dict[ParamGroupWeights | FrozenWeights, PlacedSection] = field(default_factory=dict)
 
     @property
