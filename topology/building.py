@@ -318,6 +318,11 @@ def nvlink_type(generation: int) -> LinkType:
         )
 
 
+def xgmi_type(gpu: DeviceSpec) -> LinkType:
+    """The link type of one of AMD's links between GPUs; an MI300X's of a GPU whose own the catalogue lacks."""
+    return catalogue().link_types["xgmi-mi250x" if gpu.id.startswith("mi250x") else "xgmi-mi300x"]
+
+
 def socket_type(vendor: str, model: int, family: int = 6) -> LinkType:
     """The link between sockets, by CPU vendor and model as NCCL tells them apart; AMD's where they are not known."""
     types = catalogue().link_types

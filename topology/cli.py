@@ -197,7 +197,7 @@ def import_description(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Import the output of NCCL, hwloc, nvidia-smi or rocm-smi as a topology."""
+    """Import the output of NCCL, RCCL, hwloc, nvidia-smi, rocm-smi or amd-smi as a topology."""
     from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
     from topology.importers.safe_xml import MAX_BYTES
 

@@ -105,6 +105,8 @@ def test_the_matrix_is_read_with_spaces_as_well():
         ("\tGPU0\tGPU1\nGPU0\t X \tNV1\n", "no row for GPU1"),
         ("\tGPU0\tGPU1\nGPU0\t X \nGPU1\tNV1\t X \n", "row GPU0 .* has 1 cells, not 2"),
         ("\tGPU0\tGPU1\nGPU0\t X \tFOO\nGPU1\tFOO\t X \n", "'FOO' between GPU0 and GPU1 is no code"),
+        ("\tGPU0\tGPU1\nGPU0\t X \tPIX\nGPU1\tSYS\t X \n", "PIX between GPU0 and GPU1 in one row, SYS"),
+        ("\tGPU0\tGPU0\nGPU0\t X \tPIX\nGPU0\tPIX\t X \n", "two columns of one name"),
     ],
 )
 def test_damaged_matrices_are_refused(text, message):

@@ -1,6 +1,7 @@
 """Descriptions as clouds, superchips, virtual machines and containers make them; values worked out by hand."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from topology import (
     from_rocm_smi_topo,
     loads,
 )
+from topology.cli import guess_tool
 from topology.lint import lint
 
 PCIE4, PCIE5 = 31.508e9 * 0.8, 63.015e9 * 0.86  # x16, as large transfers reach
@@ -253,6 +255,33 @@ def test_the_link_of_two_sockets_is_that_of_their_processors(nccl, vendor, model
     assert rate(machine, "dram1", "numa0") == bytes_per_s
 
 
+@pytest.mark.parametrize(
+    ("spec", "product", "link"), [("mi300x", "74a1", 64e9 * 0.75), ("mi250x-gcd", "7408", 50e9 * 0.72)]
+)
+def test_rccl_s_links_between_gpus_are_read(nccl, spec, product, link):
+    def gpu(index, count):
+        other = f'<xgmi target="0000:0{2 - index}:00.0" count="{count}" tclass="0x120000"/>'
+        inside = f'<gpu dev="{index}" sm="304" gcn="gfx942" rank="{index}" gdr="1">{other}</gpu>'
+        return pci(
+            f"0000:0{index + 1}:00.0", "0x120000", inside, more=f'vendor="0x1002" device="0x{product}"'
+        )
+
+    machine = nccl(numa(0, gpu(0, 2) + gpu(1, 2)))
+    assert kinds(machine) == [spec] * 2
+    assert rate(machine, "gpu0", "gpu1") == pytest.approx(2 * link)
+
+
+def test_all_ports_of_an_adapter_count(nccl):
+    ports = "".join(
+        f'<net name="mlx5_{i}" dev="{i}" speed="{speed}" port="{i + 1}"/>'
+        for i, speed in enumerate([200000, 100000])
+    )
+    adapter = pci("0000:61:00.0", "0x020700", f"<nic>{ports}</nic>")
+    machine = nccl(numa(0, pci("0000:01:00.0", "0x030200") + adapter), gpu="a100-80gb-sxm")
+    [link] = [link for link in machine.links if link.type.technology == "network"]
+    assert link.nominal_bandwidth_bytes_per_s == 300e9 / 8
+
+
 def test_several_hosts_in_a_file_are_refused(nccl):
     body = "".join(
         numa(0, pci(f"000{host}:00:00.0", "0x030200"), f'host_hash="0x{host}" affinity="ff"')
@@ -410,6 +439,33 @@ def test_one_gpu_of_a_grace():
     assert rate(machine, "dram0", "gpu0") == pytest.approx(345e9, rel=1e-3)
 
 
+@pytest.mark.parametrize(("spec", "links"), [("h200-141gb-sxm", 18), ("a100-80gb-sxm", 12)])
+def test_islands_of_nvlinks_have_a_switch_each(spec, links):
+    cells = [
+        ["X" if i == j else f"NV{links}" if i // 4 == j // 4 else "SYS" for j in range(8)] for i in range(8)
+    ]
+    machine = from_nvidia_smi_topo(
+        matrix(cells, [f"{i // 4 * 8}-{i // 4 * 8 + 7}\t{i // 4}" for i in range(8)]), gpu=spec
+    )
+    assert nvlinks(machine) == {(f"gpu{i}", f"nvswitch{i // 4}"): links for i in range(8)}
+    assert "numa1" in machine.route("gpu0", "gpu7").node_ids
+
+
+def test_underlines_that_lost_their_escape_are_passed_over():
+    text = matrix([["X", "NV18"], ["NV18", "X"]], ["0-7\t0", "0-7\t0"])
+    head, _, rows = text.partition("\n")
+    pasted = f"\t[4m{head.strip()}[0m\n{rows}"
+    assert nvlinks(from_nvidia_smi_topo(pasted, gpu="h200-141gb-sxm")) == {("gpu0", "gpu1"): 18}
+
+
+def test_parts_of_a_gpu_and_hidden_domains_are_told():
+    parts = "  MIG 1g.10gb     Device  0: (UUID: MIG-1)\n  MIG 1g.10gb     Device  1: (UUID: MIG-2)\n"
+    text = listing("NVIDIA A100-SXM4-80GB") + parts + matrix([["X"]], ["N/A\tN/A"])
+    description = from_nvidia_smi_topo(text).description
+    assert "divided (MIG) into 2 parts" in description
+    assert "NUMA domain of the GPUs is hidden" in description
+
+
 # rocm-smi ------------------------------------------------------------------------------------------------------
 
 
@@ -447,6 +503,35 @@ def test_rocm_smi_s_output_that_does_not_tell_or_is_cut():
         from_rocm_smi_topo(rocm(["mi300x"] * 2, [0, 0]).replace("GPU1   XGMI  0", ""))
     with pytest.raises(TopologyError, match="no code of nvidia-smi"):
         from_nvidia_smi_topo(rocm(["mi300x"] * 2, [0, 0]), gpu="mi300x")
+
+
+def test_rocm_smi_s_older_lines_and_hidden_domains():
+    text = rocm(["mi300x"] * 2, [0, 1])
+    older = text.replace("GPU[0]", "GPU 0 ").replace("GPU[1]", "GPU 1 ")
+    assert from_rocm_smi_topo(older).host_memory("gpu1").id == "dram1"
+    for hidden in (-1, 2**32 - 1):
+        machine = from_rocm_smi_topo(rocm(["mi300x"] * 2, [hidden] * 2))
+        assert len(machine.of_type("memory")) == 1
+        assert "NUMA domain of the GPUs is hidden" in machine.description
+
+
+def test_links_of_an_mi250x_are_its_own():
+    machine = from_rocm_smi_topo(rocm([None] * 2, [0, 0]), gpu="mi250x-gcd")
+    assert rate(machine, "gpu0", "gpu1") == 50e9 * 0.72
+    assert "one each is assumed" in machine.description
+
+
+def test_amd_smi_s_matrix_is_read():
+    buses = ["0000:0c:00.0", "0000:22:00.0", "0000:38:00.0"]
+    cells = [["SELF", "XGMI", "PCIE"], ["XGMI", "SELF", "PCIE"], ["PCIE", "PCIE", "SELF"]]
+    table = "\n".join(
+        [" " * 13 + " ".join(buses), *(f"{b} {'  '.join(c)}" for b, c in zip(buses, cells, strict=True))]
+    )
+    text = f"ACCESS TABLE:\n{table.replace('SELF', 'ENABLED')}\nLINK TYPE TABLE:\n{table}\nNUMA BW TABLE:\n{table}\n"
+    machine = from_rocm_smi_topo(text + "        MARKET_NAME: AMD Instinct MI300X\n")
+    assert kinds(machine) == ["mi300x"] * 3
+    assert [(k.source, k.target) for k in machine.links if k.type.technology == "c2c"] == [("gpu0", "gpu1")]
+    assert guess_tool(Path("topology.txt"), text) == "rocm"
 
 
 # hwloc ---------------------------------------------------------------------------------------------------------
@@ -572,6 +657,29 @@ def test_a_virtual_machine_s_bridges_and_a_sleeping_link_are_not_believed(hwloc)
     assert "sleeps" in asleep.description
     hidden = hwloc(package(0, bridge(gpu_device(1, "2330", "0.0"))))
     assert rate(hidden, "dram0", "gpu0") == pytest.approx(PCIE5)
+
+
+def test_bridges_of_any_hypervisor_are_not_believed(hwloc):
+    pair = gpu_device(1, "2330", "63.015385") + device("0200 [1d0f:efa2]", 2, "15.753846")
+    machine = hwloc(package(0, bridge(bridge(pair, "15.753846", "1-1", "1d0f"))))
+    assert rate(machine, "dram0", "gpu0") == pytest.approx(PCIE5)
+    assert "virtual machine's" in machine.description
+
+
+def test_what_is_near_several_domains_is_told(hwloc):
+    machine = hwloc(package(0) + package(1) + bridge(gpu_device(1)))
+    assert machine.host_memory("gpu0").id == "dram0"
+    assert "GPUs are near several NUMA domains (numa0, numa1)" in machine.description
+
+
+def test_accelerators_are_of_any_class(hwloc):
+    mi300x = bridge(device("1200 [1002:74a1]", 1, "63.015385"))
+    assert kinds(hwloc(package(0, mi300x))) == ["mi300x"]
+    with pytest.raises(TopologyError, match="does not name its gpu"):
+        hwloc(package(0, bridge(device("1200 [1002:75a0]", 1))))
+    for left_out in ("1200 [1da3:1020]", "0380 [8086:0bd5]", "0380 [1002:15bf]"):
+        machine = hwloc(package(0, bridge(device(left_out, 1))))
+        assert f"({left_out}) is left out" in machine.description
 
 
 def test_a_board_s_display_adapter_is_no_gpu_whatever_it_is_called(hwloc):

@@ -25,10 +25,12 @@ from topology.errors import TopologyError
 from topology.graph import Topology
 from topology.importers.pairs import join_switch
 from topology.importers.pci import (
+    DISPLAY,
     NETWORK,
     NVIDIA,
     NVSWITCH,
     PCI_ID_TO_DEVICE,
+    PROCESSING,
     hexadecimal,
     is_gpu,
     link_above,
@@ -40,6 +42,7 @@ from topology.validation import readable
 
 DISK_CLASS = "0108"
 HOST_BRIDGE = "0-1"
+VGA = "0300"
 _GRACE_NVLINK_GENERATION = 4
 """Of the first GPUs that a Grace reaches by NVLink-C2C."""
 _PCI_TYPE = re.compile(r"\s*([0-9a-fA-F]{4})\s*\[([0-9a-fA-F]{4}):([0-9a-fA-F]{4})\]")
@@ -228,6 +231,10 @@ def _add_bridges(tree: _HwlocTree, parent: ET.Element, numa: str) -> None:
     """Find host bridges below any object; those inside a NUMA domain's package or group belong to it."""
     own = _domains_of(tree, parent)
     here = tree.numas[own[0]] if own else numa
+    pci = [child for child in parent.findall("object") if child.get("type") in {"Bridge", "PCIDev"}]
+    if len(own) > 1 and any(device in tree.gpus for child in pci for device in child.iter()):
+        near = ", ".join(tree.numas[number] for number in own[:8])
+        tree.builder.notes.append(f"GPUs are near several NUMA domains ({near}); the first is assumed.")
     for child in parent.findall("object"):
         if child.get("type") == "Bridge" and child.get("bridge_type") == HOST_BRIDGE:
             if _has_devices(tree, child):
@@ -290,16 +297,26 @@ def _gpu_spec(tree: _HwlocTree, device: ET.Element) -> DeviceSpec | None:
     attribute(device, "pci_type", tree.path)
     class_digits, vendor, product = _pci_type(device)
     if not is_gpu(class_digits, vendor):
+        if class_digits in {"0380", PROCESSING}:
+            tree.builder.notes.append(
+                f"{_left_out(device)} is left out: only GPUs of NVIDIA and AMD are read."
+            )
         return None
     models = [_info(part, "GPUModel") for part in device.iterfind("object[@type='OSDev']")]
     model = next((name for name in models if name), None)
     known = PCI_ID_TO_DEVICE.get((vendor, product))
     if tree.gpu is None and find_device(model or "") is None and known is not None:
         return require_device(known, "gpu", str(tree.path))
-    if tree.gpu is None and model is None and vendor != NVIDIA:
-        return None  # the display adapter of a processor of AMD's
+    if tree.gpu is None and model is None and vendor != NVIDIA and class_digits.startswith(DISPLAY):
+        if class_digits != VGA:
+            tree.builder.notes.append(f"{_left_out(device)} is left out: it may be a processor's own.")
+        return None
     name = tree.gpu or model or _info(device, "PCIDevice")
     return require_device(name, "gpu", f"{str(tree.path)!r} ({device.get('pci_type', '')[:16]})")
+
+
+def _left_out(device: ET.Element) -> str:
+    return f"The accelerator {device.get('pci_busid', 'unnamed')} ({device.get('pci_type', '')[:16]})"
 
 
 def _link_type(tree: _HwlocTree, device: ET.Element) -> LinkType:

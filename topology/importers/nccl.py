@@ -19,6 +19,7 @@ from topology.building import (
     pcie_type,
     require_device,
     socket_type,
+    xgmi_type,
 )
 from topology.documents import catalogue
 from topology.errors import TopologyError
@@ -55,7 +56,8 @@ class _NcclTree:
     carrying: set[ET.Element]
     """PCI devices that are GPUs or adapters, and what lies above them."""
     gpu_by_bus: dict[str, str] = field(default_factory=dict)
-    nvlinks: list[tuple[str, str, ET.Element, int]] = field(default_factory=list)
+    nvlinks: list[tuple[str, str, ET.Element, LinkType]] = field(default_factory=list)
+    """NVLinks, and what RCCL writes in their place, each with its GPU and that GPU's domain."""
 
 
 def from_nccl_xml(
@@ -212,7 +214,9 @@ def _add_gpu(tree: _NcclTree, pci: ET.Element, numa: str) -> str:
     generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= sm)
     if spec.nvlink:
         generation = spec.nvlink.generation
-    tree.nvlinks.extend((node, numa, nvlink, generation) for nvlink in gpu.findall("nvlink"))
+    link_type = nvlink_type(generation)
+    tree.nvlinks.extend((node, numa, nvlink, link_type) for nvlink in gpu.findall("nvlink"))
+    tree.nvlinks.extend((node, numa, xgmi, xgmi_type(spec)) for xgmi in gpu.findall("xgmi"))
     for c2c in gpu.findall("c2c"):
         with readable(f"the C2C link of {node} in {str(tree.path)!r}"):
             rate = integer(c2c, "bw", tree.path)
@@ -225,11 +229,11 @@ def _add_gpu(tree: _NcclTree, pci: ET.Element, numa: str) -> str:
 
 def _add_nic(tree: _NcclTree, nic: ET.Element | None) -> str:
     node = tree.builder.add_next("nic", "nic")
-    net = None if nic is None else nic.find("net")
-    if net is not None:
+    ports = [] if nic is None else nic.findall("net")
+    if ports:
         if "network0" not in tree.builder:
             tree.builder.add_node("network0", "network")
-        speed = integer(net, "speed", tree.path)
+        speed = sum(integer(net, "speed", tree.path) for net in ports)
         latency = catalogue().link_types["infiniband-hdr"].latency
         with readable(f"the network of {node} in {str(tree.path)!r}"):
             bandwidth = Figure(value=speed, unit="Mbit/s", source="speed of the NCCL topology file")
@@ -258,28 +262,28 @@ def _link_type(tree: _NcclTree, pci: ET.Element) -> LinkType:
 
 def _add_nvlinks(tree: _NcclTree) -> None:
     seen: set[frozenset[str]] = set()
-    to_switch: dict[str, tuple[int, int]] = {}
+    to_switch: dict[str, tuple[int, LinkType]] = {}
     to_itself: list[str] = []
-    for node, numa, nvlink, generation in tree.nvlinks:
+    for node, numa, nvlink, link_type in tree.nvlinks:
         count, target_class = integer(nvlink, "count", tree.path), attribute(nvlink, "tclass", tree.path)
         if target_class.startswith(POWER_CPU_CLASS):
-            tree.builder.join(numa, node, nvlink_type(generation), count)
+            tree.builder.join(numa, node, link_type, count)
             continue
         if target_class.startswith(SWITCH_CLASS):
-            to_switch[node] = count + to_switch.get(node, (0, 0))[0], generation
+            to_switch[node] = count + to_switch.get(node, (0, None))[0], link_type
             continue
         target = tree.gpu_by_bus.get(attribute(nvlink, "target", tree.path).lower())
         if target == node:
             to_itself.append(node)
         elif target is not None and frozenset({node, target}) not in seen:
             seen.add(frozenset({node, target}))
-            tree.builder.join(node, target, nvlink_type(generation), count)
+            tree.builder.join(node, target, link_type, count)
     if to_itself:
         tree.builder.notes.append(f"NVLinks to itself are left out of {', '.join(to_itself)}.")
     if to_switch:
         tree.builder.add_node("nvswitch0", "nvswitch", host="host0")
-    for node, (count, generation) in to_switch.items():
-        tree.builder.join(node, "nvswitch0", nvlink_type(generation), count)
+    for node, (count, link_type) in to_switch.items():
+        tree.builder.join(node, "nvswitch0", link_type, count)
 
 
 def _assume_switch(tree: _NcclTree) -> None:

@@ -90,7 +90,7 @@ def join_nvlinks(
     Notes
     -----
     Behind NVSwitches every pair is reported with all the links of a GPU. If the links of one GPU, summed
-    over its peers, are more than it has, a switch is what explains them.
+    over its peers, are more than it has, a switch is what explains them: one for each group that no NVLinks join to another.
     """
     ports = ports or NvlinkPorts(generation=4, num_links=18)
     totals: dict[str, int] = {}
@@ -99,15 +99,17 @@ def join_nvlinks(
         for name in pair:
             totals[name] = totals.get(name, 0) + count
             most[name] = max(most.get(name, 0), count)
-    if max(totals.values(), default=0) > ports.num_links:
-        join_switch(builder, most, ports.generation)
-        return
-    for (source, target), count in counts.items():
-        builder.join(source, target, nvlink_type(ports.generation), count)
+    for group in _groups(totals, {frozenset(pair): "NV" for pair in counts}, ("NV",)):
+        if max(totals[name] for name in group) > ports.num_links:
+            join_switch(builder, {name: most[name] for name in group}, ports.generation)
+            continue
+        for (source, target), count in counts.items():
+            if source in group:
+                builder.join(source, target, nvlink_type(ports.generation), count)
 
 
 def join_switch(builder: MachineBuilder, counts: Mapping[str, int], generation: int) -> None:
     """Join GPUs with an NVSwitch, each by its number of NVLinks."""
-    builder.add_node("nvswitch0", "nvswitch", host="host0")
+    switch = builder.add_next("nvswitch", "nvswitch")
     for name, count in counts.items():
-        builder.join(name, "nvswitch0", nvlink_type(generation), count)
+        builder.join(name, switch, nvlink_type(generation), count)

@@ -11,8 +11,12 @@ from topology.building import MachineBuilder, connector_type, pcie_type
 from topology.schema import DeviceSpec, LinkType
 from topology.units import format_bandwidth
 
-NVIDIA, AMD, RED_HAT = 0x10DE, 0x1002, 0x1B36
+NVIDIA, AMD = 0x10DE, 0x1002
+HYPERVISORS = frozenset({0x1B36, 0x1D0F, 0x1414, 0x1AE0, 0x15AD, 0x5853})
+"""Red Hat, Amazon, Microsoft, Google, VMware and Xen: their bridges are none of the board's."""
 ACCELERATOR, DISPLAY, NETWORK, NVSWITCH, BRIDGE = "0302", "03", "02", "0680", "0604"
+PROCESSING = "1200"
+"""What AMD's accelerators from the MI300 on are."""
 # By vendor and device, https://admin.pci-ids.ucw.cz/read/PC/10de and .../1002
 PCI_ID_TO_DEVICE: Final = MappingProxyType(
     {
@@ -59,7 +63,10 @@ PCI_ID_TO_DEVICE: Final = MappingProxyType(
         (NVIDIA, 0x2901): "b200-180gb-sxm",
         (NVIDIA, 0x2941): "gb200-186gb",
         (NVIDIA, 0x2B85): "rtx5090",
+        (AMD, 0x7408): "mi250x-gcd",
         (AMD, 0x74A1): "mi300x",
+        (AMD, 0x74A5): "mi325x",
+        (AMD, 0x74B5): "mi300x",  # as a virtual machine sees it
     }
 )
 _DOUBT = 4
@@ -79,10 +86,10 @@ def pci_class(text: str | None) -> str:
 
 
 def is_gpu(class_digits: str, vendor: int | None) -> bool:
-    """Whether a device computes: an accelerator does, a display adapter where its vendor makes GPUs that do."""
+    """Whether a device computes: an accelerator does, others where their vendor makes GPUs that do."""
     if class_digits == ACCELERATOR:
         return True
-    return class_digits.startswith(DISPLAY) and vendor in {NVIDIA, AMD}
+    return vendor in {NVIDIA, AMD} and class_digits.startswith((DISPLAY, PROCESSING))
 
 
 def link_above(
@@ -119,7 +126,7 @@ def link_above(
     if reported is None:
         return widest
     has, needs = (link.nominal_bandwidth_bytes_per_s for link in (reported, widest))
-    if has * _DOUBT > needs and not (vendor == RED_HAT and has < needs):
+    if has * _DOUBT > needs and not (vendor in HYPERVISORS and has < needs):
         return reported
     builder.notes.append(
         f"The bridge {name} of {format_bandwidth(has)} above a device of {format_bandwidth(needs)} is taken for a virtual "

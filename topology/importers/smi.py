@@ -34,7 +34,8 @@ _COLUMN = re.compile(r"GPU\d+|CPU|NUMA|GPU")
 _MAX_DIGITS = 9
 _MOST_NUMBERED = 2**17
 """Numbers of processors end below."""
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ANSI = re.compile(r"(?:\x1b|\^\[)?\[[0-9;]*m")
+"""Colours and underlines; a paste may have lost their first character."""
 _CORES = 16
 """Assumed of a domain of which no GPU's row tells the processors."""
 
@@ -95,8 +96,9 @@ def parse_topo_matrix(text: str) -> TopoMatrix:
     tables = _tables(text)
     first, *others = [table for table in tables if _is_of_codes(table)] or tables
     missing = [name for name in first.columns if name not in first.rows]
-    if missing:
-        message = f"the nvidia-smi matrix has no row for {', '.join(missing[:8])}"
+    if missing or len(set(first.columns)) < len(first.columns):
+        what = f"no row for {', '.join(missing[:8])}" if missing else "two columns of one name"
+        message = f"the nvidia-smi matrix has {what}"
         raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
     matrix = _read_rows(first)
     for other in others:
@@ -147,15 +149,16 @@ def _read_rows(table: _Table) -> TopoMatrix:
             message = f"row {name} of the nvidia-smi matrix has {len(cells)} cells, not {len(columns)}"
             raise TopologyError(message, hint="a line may have been wrapped when it was copied")
         for other, cell in zip(columns, cells, strict=False):
-            code = OLDER_CODES.get(cell, cell)
+            code, pair = OLDER_CODES.get(cell, cell), frozenset({name, other})
             if re.fullmatch(r"NV\d+", code):
                 if (other, name) not in nvlinks and name != other:
                     nvlinks[name, other] = _number(code[2:], "NVLinks")
             elif code not in CODES:
                 message = f"{code!r} between {name} and {other} is no code of nvidia-smi's matrix"
                 raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
-            elif code != "X" and name != other:
-                levels[frozenset({name, other})] = code
+            elif code != "X" and name != other and levels.setdefault(pair, code) != code:
+                message = f"the nvidia-smi matrix has {levels[pair]} between {other} and {name} in one row, {code} in the other"
+                raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
         tail = _affinities(cells[len(columns) :], table.headings)
         if _CPU_LIST.fullmatch(listed := tail.get("CPU Affinity", "")):
             cpus[name] = frozenset(parse_cpu_list(listed))
@@ -273,6 +276,8 @@ def from_nvidia_smi_topo(
     }
     specs = gpu_specs(matrix.gpus, listed, gpu, "the nvidia-smi matrix")
     builder = MachineBuilder(name)
+    if parts := re.findall(r"^\s*MIG \S+\s+Device", text, re.MULTILINE):
+        builder.notes.append(f"GPUs are divided (MIG) into {len(parts)} parts; whole GPUs are described.")
     build_matrix(builder, matrix, specs, cpu, memory, memory_bandwidth)
     return builder.build_imported("Imported from `nvidia-smi topo -m`; PCIe widths are assumed.")
 
@@ -317,6 +322,10 @@ def build_matrix(
         If there are too many devices, or something is not known to the catalogue.
     """
     types = catalogue().link_types
+    hidden = [name for name in matrix.gpus if name not in matrix.numa]
+    if hidden:
+        what = ", ".join(hidden[:8]) if len(hidden) < len(matrix.gpus) else "the GPUs"
+        builder.notes.append(f"The NUMA domain of {what} is hidden; the first is assumed.")
     num_domains = max([*matrix.numa.values(), 0]) + 1
     domain_of = {device: _numa_of(device, matrix) for device in matrix.devices}
     # A GPU whose memory is a NUMA domain hangs on a Grace from the fourth generation of NVLink on, before on a POWER.
