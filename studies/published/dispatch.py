@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from studies.published.fitted_profile import PublishedProfile, load_published_profile
+from studies.published.posterior import TableFit
 from studies.published.predicting import CellPrediction, answers
 from studies.published.quzo import PAPER as QUZO
 from studies.published.quzo_predicting import quzo_answer
-from studies.published.rows import PublishedRow
+from studies.published.rows import PublishedRow, RowsError
 from studies.published.sparq import PAPER as SPARQ
+from studies.published.sparq import NotPredicted
 from studies.published.sparq_predicting import sparq_answer
+from studies.published.zoinfer import HOURS, SPEEDUPS, STEPS, predicted, zoinfer_case
 from studies.published.zoinfer import PAPER as ZOINFER
-from studies.published.zoinfer_predicting import zoinfer_answer
+
+
+def zoinfer_answer(row: PublishedRow, fit: TableFit) -> CellPrediction:
+    """Return what is predicted for a row of ZOinfer's tables."""
+    if row["quantity"] not in (*SPEEDUPS, HOURS):
+        return CellPrediction(note=f"{row['quantity']} is not predicted, only speed-ups and hours")
+    try:
+        case = zoinfer_case(row)
+    except (NotPredicted, RowsError) as reason:
+        return CellPrediction(note=reason.message)
+    number, largest = predicted(case, fit.values)
+    number *= STEPS / 3600 if row["quantity"] == HOURS else 1
+    factor = math.exp(fit.half_width)
+    return CellPrediction(number, number / factor, number * factor, largest)
 
 
 def answers_of_all(

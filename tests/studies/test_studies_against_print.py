@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from studies.against_print.sheets import sheet_rows, sheets_section
+from studies.against_print.report import sheet_rows, sheets_section
 from studies.against_print.splits import mean_rank_correlation
 from studies.published.cells import cells_of, preset_machine
 from studies.published.findings import AuditFinding

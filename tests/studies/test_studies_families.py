@@ -8,7 +8,7 @@ import torch
 
 from studies.families import __main__ as command
 from studies.families import trying
-from studies.families.report import page, shares, table
+from studies.families.__main__ import page, shares, table
 from studies.families.tiny import exception_of, families, tiny_config
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import read_model_spec
-from studies.scale.grid import step_time_bounds
-from studies.scale.scaling import LINKS, scaled
+from studies.scale.grid import LINKS, scaled, step_time_bounds
 from tests.support.builders import make_profile
 from topology.documents import load_preset
 from topology.errors import PlanError

@@ -12,9 +12,8 @@ from costmodel.devices.datasheet import datasheet_profile
 from costmodel.rates.calibration import FitReport
 from costmodel.scoring import Row
 from studies.kept_results import KeptResults, OutOfTimeError
-from studies.prediction.benchmark import content_of_fit, fit_of
+from studies.prediction.benchmark import Baton, content_of_fit, fit_of
 from studies.prediction.predicting import Choice, PredictedCase, case_rows
-from studies.prediction.turns import Baton
 from topology import load_preset
 from topology.errors import RunError, ZosimError
 from zosim.analysis.compare import ComparedLine
@@ -103,7 +102,7 @@ def test_two_parties_take_turns(tmp_path):
 
 
 def test_nobody_waits_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr("studies.prediction.turns._LONGEST_TURN_S", 0.05)
+    monkeypatch.setattr("studies.prediction.benchmark._LONGEST_TURN_S", 0.05)
     with pytest.raises(RunError, match="turn 1 did not end"):
         Baton(str(tmp_path)).wait(1)
 

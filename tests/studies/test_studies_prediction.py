@@ -68,7 +68,7 @@ def test_the_held_out_list_is_fixed_by_its_seed_and_apart_from_the_tuning_list()
 
 
 def test_lists_of_qvalues_have_every_format_and_nothing_in_common():
-    from studies.prediction.quantized import FORMATS, PERTURBATIONS, PLACES
+    from studies.prediction.cases import FORMATS, PERTURBATIONS, PLACES
 
     unseen, seen = quantized_cases(), quantized_tuning_cases()
     assert unseen == quantized_cases()

@@ -6,7 +6,7 @@ from studies.published.rows import shipped_rows
 from studies.published.sparq import FORWARD
 from studies.sparq import timelines
 from studies.sparq.__main__ import main
-from studies.sparq.volumes import Interval, find, findings, printed, read_volumes, tokens
+from studies.sparq.tables import Interval, find, findings, printed, read_volumes, tokens
 
 VOLUMES = read_volumes()
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from studies.published.dispatch import answers_of_all
+from studies.published.dispatch import answers_of_all, zoinfer_answer
 from studies.published.fitted_profile import load_published_profile
 from studies.published.rows import PublishedRow, shipped_rows
 from studies.published.zoinfer import (
@@ -22,7 +22,6 @@ from studies.published.zoinfer import (
     printed_cells,
     serving_s,
 )
-from studies.published.zoinfer_predicting import zoinfer_answer
 
 ROWS = shipped_rows("ZOinfer")
 FIT = load_published_profile().zoinfer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from costmodel.work import Work
 from executors import reference_speed
-from executors.calibration import background_load, calibrate, probes, probing, sampling_probes
+from executors.calibration import background_load, calibrate, probes, probing
 from executors.calibration.exchange_probes import exchange_probes
 from executors.low_bits.exact_products import exact_sums
 from tests.support.waiting import HANG_S, wait_until
@@ -29,7 +29,7 @@ def small_probes() -> Any:
     patch = pytest.MonkeyPatch()
     patch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 20)
     patch.setitem(probing.CACHE_BYTES, "cpu", 1 << 14)
-    patch.setattr(sampling_probes, "JUMP_RAW", 1 << 16)
+    patch.setattr(probes, "JUMP_RAW", 1 << 16)
     patch.setattr(probes, "MATMUL_SHAPES", {"cpu": ((8, 16, 32), (64, 64, 64))})
     patch.setattr(probes, "INTEGER_SHAPES", ((32, 16, 64), (64, 64, 64)))
     patch.setattr(probes, "ATTENTION_SHAPES", {"cpu": ((2, 1, 16, 8),)})

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors.randomness import row_ranges
 from executors.randomness.counter import BLOCK_ELEMENTS, CounterKey, CounterSampler
 from executors.randomness.rng import generator_on
 from executors.randomness.samplers import SAMPLERS, Gaussian, Rademacher, sampler_named
@@ -157,7 +156,7 @@ def test_counter_rows_and_threads_give_the_same_bits(sampler, width):
 @pytest.mark.parametrize("width", [16, 33, 3000, 40_000])
 @pytest.mark.parametrize("at_once", [1, 20_000, 1 << 19])
 def test_rows_in_and_across_blocks_are_those_of_the_whole_table(monkeypatch, width, at_once):
-    monkeypatch.setattr(row_ranges, "ROUNDED_AT_ONCE", at_once)
+    monkeypatch.setattr("executors.randomness.counter.ROUNDED_AT_ONCE", at_once)
     num_rows = 200_000 // width
     threads, key = SamplingThreads(2), CounterKey.of(3, 1, 0)
     counter = CounterSampler([7, width * num_rows], CPU, threads=threads)
