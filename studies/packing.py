@@ -70,7 +70,18 @@ def pack(
         page = (_ROOT / study / "page.md").read_text(encoding="utf-8")
         files = {"README.txt": _STUDENT.format(name=study, rules=_RULES), "page.md": page, "stub.py": stub}
     else:
-        files = _files_of(unit) | {"stub.py": stub}
+        from studies.coursework.notebook import notebook
+
+        readme = _UNIT_STUDENT.format(
+            name=unit.name,
+            question=unit.question,
+            minutes=unit.minutes,
+            needs=", ".join(unit.needs),
+            rules=_RULES,
+        )
+        files = {"README.txt": readme, "lesson.py": unit.lesson, "lesson.ipynb": notebook(unit.lesson)} | {
+            "stub.py": stub
+        }
     if reader == "instructor":
         solution = _SOLUTIONS / f"{unit.stub if unit else study}.py"
         if not solution.is_file():
@@ -87,19 +98,6 @@ def pack(
     else:
         for name in students or ["anybody"]:
             yield _write(folder / f"{study}-{name}.zip", study, files | _own_files(unit, name))
-
-
-def _files_of(unit: Unit) -> dict[str, str]:
-    from studies.coursework.notebook import notebook
-
-    readme = _UNIT_STUDENT.format(
-        name=unit.name,
-        question=unit.question,
-        minutes=unit.minutes,
-        needs=", ".join(unit.needs),
-        rules=_RULES,
-    )
-    return {"README.txt": readme, "lesson.py": unit.lesson, "lesson.ipynb": notebook(unit.lesson)}
 
 
 def _own_files(unit: Unit, student: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -262,7 +262,9 @@ def _measured(
     kept = _at_full_speed(taken, fast_s)
     seconds = median(step.seconds for step in kept)
     gap_s, pause_s = _gaps(timeline, kept)
-    timeline = _with_steps(timeline, [step.number for step in kept])
+    numbers = [step.number for step in kept]
+    spans = tuple(span for span in timeline.spans if span.step in numbers and span.phase == "step")
+    timeline = replace(timeline, spans=spans, first_periodic_step=min(numbers))
     slowing = median(step.seconds for step in taken) / seconds
     references_s = () if fast_s is None else tuple(step.reference_s for step in taken)
     return WholeStep(
@@ -320,12 +322,6 @@ def _undisturbed(taken: Sequence[_TimedStep], fast_s: float | None) -> list[_Tim
     limit_s = SLOWER * min(step.seconds for step in taken)
     limit_reference_s = math.inf if fast_s is None else UNDISTURBED * fast_s
     return [step for step in taken if step.seconds <= limit_s and step.reference_s <= limit_reference_s]
-
-
-def _with_steps(timeline: Timeline, numbers: Collection[int]) -> Timeline:
-    """Return a timeline of these steps alone."""
-    spans = tuple(span for span in timeline.spans if span.step in numbers and span.phase == "step")
-    return replace(timeline, spans=spans, first_periodic_step=min(numbers))
 
 
 def _gaps(timeline: Timeline, kept: Sequence[_TimedStep]) -> tuple[float, float]:

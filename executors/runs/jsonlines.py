@@ -53,19 +53,15 @@ def read_lines(path: str | Path) -> list[Line]:
     # What stands behind the last newline is no line.
     for number, text in enumerate(data.split(b"\n")[:-1], start=1):
         end += len(text) + 1
-        lines.append(Line(number, end, _object(path, number, text)))
+        complaint = f"{path} line {number} is damaged"
+        try:
+            row = parse_json(text.decode(), complaint, RunError, hint=DAMAGED_LINE)
+        except UnicodeDecodeError as error:
+            raise RunError(f"{complaint}: it is not UTF-8 text, {error.reason}", hint=DAMAGED_LINE) from None
+        if not isinstance(row, dict):
+            raise RunError(f"{complaint}: it holds a JSON {type(row).__name__}", hint=DAMAGED_LINE)
+        lines.append(Line(number, end, with_present_names(row, RENAMED)))
     return lines
-
-
-def _object(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    complaint = f"{path} line {number} is damaged"
-    try:
-        row = parse_json(text.decode(), complaint, RunError, hint=DAMAGED_LINE)
-    except UnicodeDecodeError as error:
-        raise RunError(f"{complaint}: it is not UTF-8 text, {error.reason}", hint=DAMAGED_LINE) from None
-    if not isinstance(row, dict):
-        raise RunError(f"{complaint}: it holds a JSON {type(row).__name__}", hint=DAMAGED_LINE)
-    return with_present_names(row, RENAMED)
 
 
 class JsonLines:

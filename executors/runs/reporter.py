@@ -52,7 +52,14 @@ class Reporter:
     def step(self, record: StepRecord, num_tokens: int) -> None:
         """Print one step, whose batch has `num_tokens` tokens."""
         if (record.step + 1) % self._every == 0 or record.step + 1 == self._num_steps:
-            self._print(record, num_tokens)
+            number = f"{record.step + 1:>{self._width}}/{self._num_steps}"
+            gradients = " ".join(f"{g:>+11.4e}" for g in record.projected_gradients)
+            stderr.print(
+                f"step {number}  loss {record.loss:>9.5f}  g {gradients}  lr {record.learning_rate:>9.3e}  "
+                f"{format_seconds(record.seconds):>9}  {num_tokens / record.seconds:>9,.0f} tokens/s",
+                markup=False,
+                soft_wrap=True,
+            )
         self._bar.update(self._task, completed=record.step + 1)
         values = {
             "train/loss": record.loss,
@@ -61,16 +68,6 @@ class Reporter:
             "train/seconds": record.seconds,
         }
         self._scalars(record.step + 1, values)
-
-    def _print(self, record: StepRecord, num_tokens: int) -> None:
-        number = f"{record.step + 1:>{self._width}}/{self._num_steps}"
-        gradients = " ".join(f"{g:>+11.4e}" for g in record.projected_gradients)
-        stderr.print(
-            f"step {number}  loss {record.loss:>9.5f}  g {gradients}  lr {record.learning_rate:>9.3e}  "
-            f"{format_seconds(record.seconds):>9}  {num_tokens / record.seconds:>9,.0f} tokens/s",
-            markup=False,
-            soft_wrap=True,
-        )
 
     def evaluation(self, num_steps: int, metrics: Mapping[str, Any]) -> None:
         """Print one evaluation."""

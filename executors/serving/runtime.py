@@ -127,16 +127,6 @@ class Runtime:
         """Return the names of the loaded adapters."""
         return tuple(self._adapters)
 
-    def _paths(
-        self, adapters: Sequence[Adapter | None], spans: Sequence[slice]
-    ) -> dict[nn.Parameter, list[LowRankPath]]:
-        paths: dict[nn.Parameter, list[LowRankPath]] = {}
-        for adapter, where in zip(adapters, spans, strict=True):
-            for path, (inner, outer) in adapter.factors.items() if adapter else ():
-                side = LowRankPath(inner.T, outer.T.unsqueeze(0), where)
-                paths.setdefault(self._weights[path], []).append(side)
-        return paths
-
     # -- forwards ----------------------------------------------------------------------------------------------
 
     def score(self, requests: Sequence[Request]) -> list[list[float]]:
@@ -198,7 +188,11 @@ class Runtime:
         ]
         row, spans = joined(packings)
         adapters = [None if name is None else self._adapters[name] for name in by_adapter]
-        paths = self._paths(adapters, spans)
+        paths: dict[nn.Parameter, list[LowRankPath]] = {}
+        for adapter, where in zip(adapters, spans, strict=True):
+            for path, (inner, outer) in adapter.factors.items() if adapter else ():
+                side = LowRankPath(inner.T, outer.T.unsqueeze(0), where)
+                paths.setdefault(self._weights[path], []).append(side)
         cache, hidden = StepCache(packing=row), None
         for segment in self._batched.segments:
             if segment == HEAD:

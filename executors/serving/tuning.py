@@ -284,12 +284,9 @@ class Tuning:
                 state.increments[key] = Increments(lefts, rights, known.lost)
             else:  # a weight of inputs by outputs, beside which factors change sides
                 state.increments[key] = Increments(rights, lefts, known.lost)
-        state.save(self._base, directory, self._facts())
-
-    def _facts(self) -> dict[str, str]:
         facts = {"num_steps": str(self.num_steps), "relative_error": repr(self.state.relative_error)}
         digest = self.runner.base_digest
-        return facts if digest is None else facts | {BASE_DIGEST: digest}
+        state.save(self._base, directory, facts if digest is None else facts | {BASE_DIGEST: digest})
 
     def save(self, directory: Path) -> None:
         """Write the tuned adapter as PEFT reads it.

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -67,17 +66,14 @@ class DiskFile:
                 self._map = mmap.mmap(file.fileno(), self.size_bytes)
                 stack.pop_all()
         except OSError as error:
-            self._refuse(error)
+            refusal = refusal_of_machine(OSError(error.errno, error.strerror, str(self.directory)))
+            if refusal is None:
+                raise
+            raise type(refusal)(
+                f"blocks cannot be kept on a drive: {refusal.message}",
+                hint="name a directory on a drive that you may write to with --disk-dir",
+            ) from error
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-
-    def _refuse(self, error: OSError) -> NoReturn:
-        refusal = refusal_of_machine(OSError(error.errno, error.strerror, str(self.directory)))
-        if refusal is None:
-            raise error
-        raise type(refusal)(
-            f"blocks cannot be kept on a drive: {refusal.message}",
-            hint="name a directory on a drive that you may write to with --disk-dir",
-        ) from error
 
     def tensor(self, buffer: Buffer, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a buffer as mapped memory, zero at first."""

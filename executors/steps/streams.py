@@ -258,7 +258,12 @@ class CpuBackend(Backend):
                 compute.append((task, event))
             else:
                 self._pending.append(event)
-                self._worker(task.instruction.stream).queue.put((task, event))
+                # Only the calling thread comes here: no lock.
+                worker = self._workers.get(task.instruction.stream)
+                if worker is None:
+                    worker = self._workers[task.instruction.stream] = _Worker(task.instruction.stream, self)
+                    worker.start()
+                worker.queue.put((task, event))
         # Finished ones need no waiting for, and a long run must not gather them.
         self._pending = [event for event in self._pending if not event._event.is_set()]
         try:
@@ -326,14 +331,6 @@ class CpuBackend(Backend):
         for worker in self._workers.values():
             worker.join()
         self._workers.clear()
-
-    def _worker(self, stream: Stream) -> _Worker:
-        # Only the calling thread comes here: no lock.
-        worker = self._workers.get(stream)
-        if worker is None:
-            worker = self._workers[stream] = _Worker(stream, self)
-            worker.start()
-        return worker
 
 
 def _fail(tasks: Sequence[tuple[Task, _Event]], error: ZosimError) -> None:

@@ -546,19 +546,14 @@ def check_update_within_loop(_context: Context) -> Outcome:
             0.02 * float(np.linalg.norm(wanted)),
             what="‖update - (15)‖",
         )
-    last = _moved_by_last(w, pairs)
+    first, second = pairs[-1]
+    last = -0.3 / len(pairs) * _sensitivity(w, first, 0.01) * second
     parts["the last perturbation alone, exactly"] = equal(
         torch.from_numpy(algorithm_1(w, pairs, 0.3, 0.01, kept=True) - w),
         torch.from_numpy(last),
         what="update",
     )
     return everything_holds(parts)
-
-
-def _moved_by_last(w: Array, pairs: Sequence[tuple[Array, Array]]) -> Array:
-    """Return what the last perturbation alone moves, ``-(η/n)μ_n·u_{n,2}``."""
-    first, second = pairs[-1]
-    return -0.3 / len(pairs) * _sensitivity(w, first, 0.01) * second
 
 
 def check_update_behind_loop(_context: Context) -> Outcome:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from costmodel.scoring import coverage_band
 from studies.published.cells import Cell
@@ -109,9 +108,5 @@ def coverage_of(reported: PredictedCells, requested: Sequence[Cell], apart: froz
         cells=float(holds[counts].mean()),
         configurations=float(np.mean([np.mean(part) for part in by_setting.values()])),
         band=coverage_band(number, COVERAGE),
-        width=float(np.median(_widths(reported.half_widths[counts]))),
+        width=float(np.median(np.asarray(np.exp(2 * reported.half_widths[counts]) - 1))),
     )
-
-
-def _widths(half_widths: Floats) -> NDArray[np.float64]:
-    return np.asarray(np.exp(2 * half_widths) - 1)

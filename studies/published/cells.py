@@ -100,7 +100,11 @@ class Cell:
     @cached_property
     def program(self) -> Program:
         """What rank 0 runs, with the works of the papers' code."""
-        return _program(self.case, self._isolated)
+        case = self.case
+        program = lower(case.plan)
+        if self._isolated:
+            return only(program, *(UPLOAD if self._isolated == "upload_rate" else OFFLOAD))
+        return as_published(program, case.plan, prefetches=prefetches(case), decays=decays(case.paper))
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -159,13 +163,6 @@ def _cell(row: PublishedRow) -> Cell:
     if row["unit"] and row["unit"] not in UNITS[row.kind]:
         raise UnknownRow(f"unit {row['unit']!r} is not that of the tables: {UNITS[row.kind][0]}")
     return Cell(row, transfer_case_of(row) if row.kind == "transfer" else case_of(row))
-
-
-def _program(case: PublishedCase, transfer: str) -> Program:
-    program = lower(case.plan)
-    if transfer:
-        return only(program, *(UPLOAD if transfer == "upload_rate" else OFFLOAD))
-    return as_published(program, case.plan, prefetches=prefetches(case), decays=decays(case.paper))
 
 
 @cache

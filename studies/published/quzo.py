@@ -29,7 +29,7 @@ import numpy as np
 from costmodel.models.backward import kept_bytes
 from costmodel.models.configs import read_model_spec
 from costmodel.models.forward import forward_work
-from costmodel.models.model_spec import EMBED, HEAD, ModelSpec, block_segment
+from costmodel.models.model_spec import EMBED, HEAD, block_segment
 from studies.published.constants import FittedConstant
 from studies.published.fitting import conformal_half_width
 from studies.published.posterior import (
@@ -245,16 +245,12 @@ def counted(model: str, length: int) -> Counted:
     )
     return Counted(
         parameters=spec.num_parameters,
-        ends=_end_parameters(spec),
+        ends=sum(group.num_parameters for group in spec.param_groups if group.segments[0] in (EMBED, HEAD)),
         kept=(spec.num_blocks * kept(block_segment(0)) + kept(HEAD)) / tokens,
         temporaries=block.workspace_bytes / tokens,
         cache=2 * spec.num_blocks * spec.num_key_value_heads * spec.head_dim * 2,
         logits=2 * spec.vocab_size,
     )
-
-
-def _end_parameters(spec: ModelSpec) -> int:
-    return sum(group.num_parameters for group in spec.param_groups if group.segments[0] in (EMBED, HEAD))
 
 
 def peak_gib(case: QuzoCase, values: Mapping[str, float]) -> tuple[float, str]:

@@ -88,7 +88,7 @@ def held_out(rows: Sequence[PublishedRow]) -> Table:
     for name, key in splits.items():
         groups = [group for group in dict.fromkeys(map(key, peaks)) if group is not None]
         errors = [
-            _peak_error(case, values)
+            (peak_gib(case, values)[0] / (case.value or 1.0) - 1)
             for group in groups
             for values in [fit_peaks([case for case in peaks if key(case) != group])]
             for case in peaks
@@ -104,10 +104,6 @@ def held_out(rows: Sequence[PublishedRow]) -> Table:
     return score_table(
         by_split, "left out together", goals=dict.fromkeys((score.name for score in by_split), GOAL)
     )
-
-
-def _peak_error(case: QuzoCase, values: dict[str, float]) -> float:
-    return peak_gib(case, values)[0] / (case.value or 1.0) - 1
 
 
 TEXT = (

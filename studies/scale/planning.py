@@ -29,7 +29,10 @@ _SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("o
 
 def main() -> int:
     """Time the searches and print a line for each."""
-    options = _options()
+    parser = argparse.ArgumentParser(prog="python -m studies.scale.planning", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--search", action="append", choices=_SEARCHES, help="by default all of them")
+    options = parser.parse_args()
     decided: dict[str, Decision] = {}
 
     def way(name: str) -> Way:
@@ -75,13 +78,6 @@ def _candidates(decision: Decision) -> Iterator[Candidate]:
     yield decision.chosen
     yield from decision.others
     yield from decision.rejected
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m studies.scale.planning", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--search", action="append", choices=_SEARCHES, help="by default all of them")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def measure_link(ranks: Communicator, rate_bytes_per_s: float) -> LinkFigures:
     num_others = ranks.world_size - 1
     bulk = torch.zeros(int(rate_bytes_per_s * _BULK_S) // num_others, dtype=torch.uint8)
     bandwidth = bulk.numel() * num_others / min(_gathers_s(ranks, bulk, _NUM_BULKS))
-    num_cores = _num_cores(ranks)
+    num_cores = cores_together(_gathering(ranks), ranks.rank, ranks.world_size)
     return LinkFigures(
         exchange_s / ceil(log2(ranks.world_size)),
         bandwidth,
@@ -75,11 +75,6 @@ def _gathers_s(ranks: Communicator, own: torch.Tensor, count: int) -> list[float
         ranks.all_gather(WORLD, whole, own, "measuring the network")
         ends.append(time.perf_counter())
     return [end - begin for begin, end in pairwise(ends)]
-
-
-def _num_cores(ranks: Communicator) -> float:
-    """Return what :func:`executors.calibration.core_contention.cores_together` finds."""
-    return cores_together(_gathering(ranks), ranks.rank, ranks.world_size)
 
 
 def _gathering(ranks: Communicator) -> Gather:

@@ -85,15 +85,6 @@ def _one_by_one(segmented: BatchedModel, batch: Data) -> float:
     return _packed(segmented, batch, num_eval_points=1)
 
 
-def _compiled(segmented: BatchedModel) -> BatchedModel:
-    """Let a forward runner run its blocks compiled, all but the last, which leaves tokens behind on its way."""
-    torch._dynamo.config.recompile_limit = 64  # blocks share their code
-    ALL_ATTENTION_FUNCTIONS.register("zosim_packed", torch.compiler.disable(packed_attention))
-    *blocks, last = segmented.blocks
-    segmented.blocks = [*(torch.compile(block, dynamic=True) for block in blocks), last]  # type: ignore[list-item]
-    return segmented
-
-
 def forwards_of(segmented: BatchedModel, plain: SegmentedModel) -> dict[str, Score]:
     """Return forwards of both signs, each of which returns the loss."""
     return {
@@ -146,7 +137,12 @@ def main() -> None:
     model = model_of(options.shape, torch.float32, "cpu")
     forwards = forwards_of(BatchedModel(copy.deepcopy(model)), SegmentedModel(copy.deepcopy(model)))
     if options.compiled:
-        forwards["all of it, blocks compiled"] = partial(_packed, _compiled(BatchedModel(model)))
+        segmented = BatchedModel(model)
+        torch._dynamo.config.recompile_limit = 64  # blocks share their code
+        ALL_ATTENTION_FUNCTIONS.register("zosim_packed", torch.compiler.disable(packed_attention))
+        *blocks, last = segmented.blocks
+        segmented.blocks = [*(torch.compile(block, dynamic=True) for block in blocks), last]  # type: ignore[list-item]
+        forwards["all of it, blocks compiled"] = partial(_packed, segmented)
     print(f"OPT-{options.shape} shape, float32, {options.threads} thread(s), {options.options} answers")
     for size in options.batch or [16, 64]:
         batches = [batch_of(model, size, number, options) for number in range(options.rounds + 1)]

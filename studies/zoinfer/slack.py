@@ -77,7 +77,12 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     one = _median_s(lambda: live.score(_requests(1)), options.repeats)
     eight = _median_s(lambda: live.score(_requests(8)), options.repeats)
     request_s = max(1e-5, (eight - one) / 7)
-    parts = _parts(options)
+    rows = [_requests(options.batch, name) for name in _PROBES]
+    per_part = options.batch // options.parts
+    parts = [
+        [*rows[0][begin : begin + per_part], *rows[1][begin : begin + per_part]]
+        for begin in range(0, options.batch, per_part)
+    ]
     seconds = [_median_s(partial(probing.score, part), options.repeats) for part in parts]
     whole = _median_s(lambda: probing.score([request for part in parts for request in part]), options.repeats)
     print(
@@ -91,7 +96,8 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
     for policy in ("none", "whole", "segments"):
         step_s, num_parts = (whole, 1) if policy != "segments" else (sum(seconds), len(parts))
         server = Server(max(0.0, one - request_s), request_s, 64, step_s, num_parts)
-        reported = serve(server, arrivals, _policy(policy))
+        policies: dict[str, Policy] = {"none": "none", "whole": "whole", "segments": "segments"}
+        reported = serve(server, arrivals, policies[policy])
         sent = list(parts) if policy == "segments" else [[r for part in parts for r in part]]
         seen = _under_load(live, probing, arrivals, sent if policy != "none" else [])
         latencies += [
@@ -108,11 +114,6 @@ def _measure_all(url: str, options: argparse.Namespace) -> None:
         steps.append(Row(policy, "steps_per_hour", per_hour, reported.steps_per_hour))
         stderr.print(policy)
     emit(None, json=False, text=Report("", rows_table(latencies), rows_table(steps)))
-
-
-def _policy(name: str) -> Policy:
-    policies: dict[str, Policy] = {"none": "none", "whole": "whole", "segments": "segments"}
-    return policies[name]
 
 
 def _under_load(
@@ -163,16 +164,6 @@ def _requests(count: int, adapter: str | None = None) -> list[Request]:
     generator = torch.Generator().manual_seed(count)
     tokens = torch.randint(4, _VOCABULARY, (count, 26), generator=generator).tolist()
     return [Request(tuple(row), 25, adapter) for row in tokens]
-
-
-def _parts(options: argparse.Namespace) -> list[list[Request]]:
-    """Return a probe: the same sequences at both signs, in parts."""
-    rows = [_requests(options.batch, name) for name in _PROBES]
-    per_part = options.batch // options.parts
-    return [
-        [*rows[0][begin : begin + per_part], *rows[1][begin : begin + per_part]]
-        for begin in range(0, options.batch, per_part)
-    ]
 
 
 def _address(process: subprocess.Popen[bytes], reported: Path) -> str:

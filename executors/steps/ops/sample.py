@@ -64,7 +64,9 @@ class Sampling:
         if op.keep != "none":
             target = only(wanted, "write of a perturbation")
             if op.keep == "rows":
-                self._check_table(op)
+                section = self._section(op)
+                if len(section.tensors) != 1 or len(section.tensors[0].shape) != 2:
+                    raise Unfit(f"keeps rows of {op.param_group}, which is not one table")
             elif op.keep == "all" and self._store.section(target) is not self._section(op):
                 raise Unfit(f"draws {op.param_group} into {target.what}")
         if op.rank:
@@ -347,11 +349,6 @@ class Sampling:
 
     def _section(self, op: Sample) -> ParamSection:
         return self._store.trainable(op.param_group)
-
-    def _check_table(self, op: Sample) -> None:
-        section = self._section(op)
-        if len(section.tensors) != 1 or len(section.tensors[0].shape) != 2:
-            raise Unfit(f"keeps rows of {op.param_group}, which is not one table")
 
     def _empty_rows(self, section: ParamSection, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         table = section.tensors[0]
