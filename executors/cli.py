@@ -169,10 +169,7 @@ _BaseWeights = Annotated[
 def _recorded_base(header: Mapping[str, Any], directory: Path) -> str:
     """Return, and say, from which base weights a run began.
 
-    Raises
-    ------
-    RunError
-        If its header does not say: a loop of one's own wrote it.
+    Raises RunError if its header does not say: a loop of one's own wrote it.
     """
     model: str | None = (header.get("run") or {}).get("model")
     if model is None:

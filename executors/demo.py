@@ -361,9 +361,7 @@ def _between(config: PlanConfig, hardware: Hardware) -> int:
 def _check_out(out: Path) -> None:
     """Refuse a directory that holds something else than a run, before the minutes that the demo takes.
 
-    Raises
-    ------
-    RunError
+    Raises RunError.
     """
     if out.exists() and not out.is_dir():
         raise RunError(f"--out {out} is a file, not a directory", hint="give another --out")
@@ -374,10 +372,7 @@ def _check_out(out: Path) -> None:
 def _clear(out: Path) -> None:
     """Remove an earlier demo; anything else is left alone.
 
-    Raises
-    ------
-    RunError
-        If the directory holds something that is not a run.
+    Raises RunError if the directory holds something that is not a run.
     """
     _check_out(out)
     if out.exists():

@@ -24,10 +24,7 @@ ACCELERATORS = ("cuda", "xpu", "npu")
 def device_named(name: str) -> torch.device:
     """Return the device that is called `name`: ``cpu``, ``cuda`` or ``cuda:1``; ``cuda`` alone is the first.
 
-    Raises
-    ------
-    RunError
-        If torch does not find it.
+    Raises RunError if torch does not find it.
     """
     try:
         device = torch.device(name)
@@ -70,12 +67,7 @@ def own_index(device_type: str, local_rank: int) -> int:
 
 
 def check_device(name: str) -> None:
-    """Refuse what is no device that runs know, whether torch finds it or not.
-
-    Raises
-    ------
-    PlanError
-    """
+    """Refuse what is no device that runs know, whether torch finds it or not. Raises PlanError."""
     if not re.fullmatch(rf"cpu|({'|'.join(ACCELERATORS)})(:[0-9]{{1,4}})?", name):
         raise PlanError(
             f"--device {name!r} is not the name of a device", hint="use cpu, cuda or cuda:N; or xpu or npu"
@@ -158,12 +150,6 @@ def staged_on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def device_name(name: str) -> str:
-    """Return the product that a device is; ``cpu`` for the processor.
-
-    Raises
-    ------
-    RunError
-        If torch does not find it.
-    """
+    """Return the product that a device is; ``cpu`` for the processor. Raises RunError if torch does not find it."""
     device = device_named(name)
     return "cpu" if device.type == "cpu" else str(device_module(device).get_device_name(device))

@@ -65,9 +65,7 @@ def naming(path: Path) -> Iterator[None]:
 def refuse_other_names(paths: Iterable[str | Path]) -> None:
     """Raise if a name is not UTF-8: JSON, safetensors and the programs that read them know no others.
 
-    Raises
-    ------
-    RunError
+    Raises RunError.
     """
     for path in paths:
         try:
@@ -83,10 +81,7 @@ def refuse_other_names(paths: Iterable[str | Path]) -> None:
 def refuse_irregular_run(directory: Path) -> None:
     """Raise if something that a run reads or writes in a directory is no regular file, or no directory of its own.
 
-    Raises
-    ------
-    RunError
-        Naming it.
+    Raises RunError naming it.
     """
     refuse_irregular((directory / name for name in RUN_FILES), RunError, hint=_LINK_HINT)
     for name in RUN_FOLDERS:
@@ -128,10 +123,7 @@ def locked(directory: Path) -> Iterator[None]:
 
     The system takes the lock back when the process ends, however it ends; its file stays, and means nothing.
 
-    Raises
-    ------
-    ZosimError
-        If another process writes to it, it cannot be written to, or something in it is no file of a run.
+    Raises ZosimError if another process writes to it, it cannot be written to, or something in it is no file of a run.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -37,13 +37,7 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
 
 
 def format_of(dtype: torch.dtype) -> DType:
-    """Return the format whose elements torch calls `dtype`.
-
-    Raises
-    ------
-    PlanError
-        If nothing is computed in it.
-    """
+    """Return the format whose elements torch calls `dtype`. Raises PlanError if nothing is computed in it."""
     for name in COMPUTE_FORMATS:
         if TORCH_DTYPES[name] == dtype and name != "tf32":
             return name

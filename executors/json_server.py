@@ -45,10 +45,8 @@ class JsonServer:
     def at(cls, url: str, role: EndpointRole, timeout_s: float, *, is_local: bool = False) -> Self:
         """Return the server at an address, which is not asked yet.
 
-        Raises
-        ------
-        RunError
-            If that is no address, or one of another machine where `is_local` asks for this one; or nobody waits that long.
+        Raises RunError if that is no address, or one of another machine where `is_local` asks for this one; or nobody
+        waits that long.
         """
         try:
             parts = urlsplit(url if "//" in url else f"//{url}")
@@ -78,10 +76,7 @@ class JsonServer:
 
         A server that is full (503) and says when to come back is asked again then, while time is left.
 
-        Raises
-        ------
-        RunError
-            If nothing answers, the whole of it does not arrive in time, or it is too long.
+        Raises RunError if nothing answers, the whole of it does not arrive in time, or it is too long.
         """
         data = None if body is None else json.dumps(body)
         end = time.monotonic() + self.timeout_s
@@ -155,13 +150,7 @@ def read_answer(raw: bytes) -> Any:
 
 
 def checked_limit_s(timeout_s: float, role: EndpointRole) -> float:
-    """Return a time limit.
-
-    Raises
-    ------
-    RunError
-        If nothing can be waited for as long.
-    """
+    """Return a time limit. Raises RunError if nothing can be waited for as long."""
     if not 0 < timeout_s <= _MOST_SECONDS:
         message = f"{_FLAGS[role]} {timeout_s:g} is not a valid time to wait"
         raise RunError(message, hint=f"give seconds above 0, at most {_MOST_SECONDS:g}")

@@ -25,10 +25,7 @@ _SOFT = 1
 def use_threads(num_threads: int) -> None:
     """Have torch's kernels on a CPU use so many threads.
 
-    Raises
-    ------
-    RunError
-        If the system does not start as many. OpenMP would end the process instead.
+    Raises RunError if the system does not start as many. OpenMP would end the process instead.
     """
     if num_threads > (os.cpu_count() or 1):
         _refuse_what_cannot_start(num_threads)

@@ -100,10 +100,7 @@ def factor_of(judged: Judged) -> float | None:
 def read_evidence(path: Path) -> dict[str, Wealth]:
     """Return the evidence that earlier runs left, by claim; none where there is no file.
 
-    Raises
-    ------
-    ZosimError
-        If the file holds something else.
+    Raises ZosimError if the file holds something else.
     """
     if not path.exists():
         return {}

@@ -44,10 +44,7 @@ class Page:
     def of(cls, path: str) -> Page:
         """Read a page.
 
-        Raises
-        ------
-        ValueError
-            If its front matter does not end, is no YAML, or says anything but ``claims``.
+        Raises ValueError if its front matter does not end, is no YAML, or says anything but ``claims``.
         """
         text = (THEORY / path).read_text(encoding="utf-8")
         if not text.startswith("---\n"):
@@ -66,10 +63,8 @@ class Page:
     def claims(self, checks: Mapping[str, tuple[Check, ...]]) -> Iterator[Claim]:
         """Yield the page's claims, each with its checks.
 
-        Raises
-        ------
-        ValueError
-            If an entry lacks a field or has one too many, nothing checks it, or its checks lead to another verdict.
+        Raises ValueError if an entry lacks a field or has one too many, nothing checks it, or its checks lead to
+        another verdict.
         """
         for entry in self.entries:
             name = entry.get("name", "a claim without a name")

@@ -21,13 +21,7 @@ class Paper:
     places: frozenset[str]
 
     def check(self, place: str) -> None:
-        """Check that the paper has this place.
-
-        Raises
-        ------
-        ZosimError
-            If it has not; the hint names the nearest.
-        """
+        """Check that the paper has this place. Raises ZosimError if it has not; the hint names the nearest."""
         if self.places and place not in self.places:
             raise ZosimError(
                 f"paper {self.key} has no place {place!r}", hint=did_you_mean(place, sorted(self.places))

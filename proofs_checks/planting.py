@@ -60,11 +60,8 @@ class Fault:
     def apply(self) -> AbstractContextManager[InForce]:
         """Return a context in which the shipped code has the fault.
 
-        Raises
-        ------
-        FaultError
-            If there is no such target (any more), its parameters have other names than those of the change, or the change of a
-            constant changes nothing.
+        Raises FaultError if there is no such target (any more), its parameters have other names than those of the
+        change, or the change of a constant changes nothing.
         """
         shipped = _target(self.target)
         if isinstance(shipped, FunctionType):

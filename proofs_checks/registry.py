@@ -43,10 +43,7 @@ CLAIMS: tuple[Claim, ...] = _claims()
 def claims_named(*names: str, paper: str | None = None) -> tuple[Claim, ...]:
     """Return the claims of these names, or all of them, of one paper or of all.
 
-    Raises
-    ------
-    ZosimError
-        If there is no claim of a name, no such paper, or none of the named claims is of that paper.
+    Raises ZosimError if there is no claim of a name, no such paper, or none of the named claims is of that paper.
     """
     known = [claim.name for claim in CLAIMS]
     for name in names:

@@ -91,10 +91,7 @@ class Grade:
 def function_in(path: Path, name: str) -> Callable[..., Any]:
     """Return the function called `name` in a Python file.
 
-    Raises
-    ------
-    ZosimError
-        If there is no such file, it cannot be run, or it does not define the function.
+    Raises ZosimError if there is no such file, it cannot be run, or it does not define the function.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:

@@ -77,13 +77,7 @@ class KeptResults:
         return Row(**self.of(name, lambda: {"row": asdict(make())})["row"])
 
     def known(self, name: str) -> Content | None:
-        """Return a result that has been done, None if it has not.
-
-        Raises
-        ------
-        ZosimError
-            If the file is no such result.
-        """
+        """Return a result that has been done, None if it has not. Raises ZosimError if the file is no such result."""
         if self.folder is None or not (path := self.folder / f"{name}.json").exists():
             return None
         hint = "delete it to make it again"

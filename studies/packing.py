@@ -55,10 +55,8 @@ def pack(
 ) -> Iterator[Path]:
     """Write an exercise into a folder, a zip for each student or one for the instructor, and yield their paths.
 
-    Raises
-    ------
-    ZosimError
-        If a name cannot be that of a folder, the solution is wanted and not there, or a file cannot be written.
+    Raises ZosimError if a name cannot be that of a folder, the solution is wanted and not there, or a file cannot be
+    written.
     """
     for name in students:
         if not _NAME.fullmatch(name):

@@ -65,10 +65,7 @@ class CrowdedCores:
 def crowded_cores() -> list[CrowdedCores]:
     """Return what ranks take from each other now; nothing where there is one core.
 
-    Raises
-    ------
-    RunError
-        If the ranks cannot be started.
+    Raises RunError if the ranks cannot be started.
     """
     world_size = min(len(os.sched_getaffinity(0)), _MOST_RANKS)
     return [] if world_size == 1 else [_measured(world_size)]

@@ -60,13 +60,7 @@ class DeviceFacts:
 
 
 def device_facts(name: str) -> DeviceFacts:
-    """Measure an accelerator.
-
-    Raises
-    ------
-    RunError
-        If the device is not there.
-    """
+    """Measure an accelerator. Raises RunError if the device is not there."""
     device = device_named(name)
     before = device_state(name)
     with torch.no_grad():

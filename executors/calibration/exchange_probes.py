@@ -79,10 +79,7 @@ def _met(store: Path) -> _ProbeRank:
 def exchange_probes() -> Iterator[list[Probe]]:
     """Start a second process, and yield probes of exchanges with it, as long as the block lasts.
 
-    Raises
-    ------
-    RunError
-        If the two do not meet in time.
+    Raises RunError if the two do not meet in time.
     """
     with held_directory("zosim-exchange-") as directory:
         store = directory / "store"

@@ -30,10 +30,7 @@ def pin_bytes_per_s(device: str, size_bytes: int) -> float:
 def in_fresh_process(device: str, size_bytes: int) -> float:
     """Return what :func:`pin_bytes_per_s` does in a new process.
 
-    Raises
-    ------
-    RunError
-        If the process ends without an answer.
+    Raises RunError if the process ends without an answer.
     """
     command = [sys.executable, "-m", __name__, device, str(size_bytes)]
     try:

@@ -58,10 +58,7 @@ class Codec(ABC):
     def quantized(self, tensor: Tensor, generator: Generator | None = None) -> Quantized | Tensor:
         """Return what a message of `tensor` holds, where that is: symbols, or the numbers themselves.
 
-        Raises
-        ------
-        CodecError
-            If the format is unknown, or of values of the host if the codec cannot represent them.
+        Raises CodecError if the format is unknown, or of values of the host if the codec cannot represent them.
         """
 
     def bytes_max(self, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -99,10 +96,7 @@ def codec_of(spec: CodecSpec) -> Codec:
 def messages_of(contents: Sequence[Quantized | Tensor]) -> list[Tensor]:
     """Return the messages of tensors, quantized or plain, as :meth:`Codec.encode` does; a device is waited for once.
 
-    Raises
-    ------
-    CodecError
-        If a codec cannot represent the values.
+    Raises CodecError if a codec cannot represent the values.
     """
     parts = [
         [each.symbols, *each.parameters, *(doubt.is_there for doubt in each.doubts)]

@@ -67,10 +67,7 @@ class Header:
 def assemble(header: Header, sections: Sequence[Bytes]) -> Bytes:
     """Return the message: header, then `sections`, with its length and checksum filled in.
 
-    Raises
-    ------
-    CodecError
-        If the tensor has more dimensions than a header holds, or a format that it has no number for.
+    Raises CodecError if the tensor has more dimensions than a header holds, or a format that it has no number for.
     """
     length = header.size_bytes + sum(len(section) for section in sections)
     message = np.empty(length, dtype=np.uint8)
@@ -131,10 +128,7 @@ def disassemble(message: Bytes, shape: Sequence[int] | None) -> tuple[Header, By
 def length_of(message: Bytes) -> int:
     """Return the bytes that the message at the beginning of `message` says it has.
 
-    Raises
-    ------
-    CodecError
-        If not even its header is there.
+    Raises CodecError if not even its header is there.
     """
     if len(message) < PREAMBLE_BYTES:
         raise CodecError(
@@ -180,13 +174,7 @@ def _header_bytes(header: Header, length: int) -> bytes:
 
 
 def dtype_number(dtype: torch.dtype) -> int:
-    """Return the number of a format.
-
-    Raises
-    ------
-    CodecError
-        If it has none.
-    """
+    """Return the number of a format. Raises CodecError if it has none."""
     if dtype not in DTYPES:
         known = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise CodecError(

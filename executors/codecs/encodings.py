@@ -135,13 +135,7 @@ class SymbolEncoding(ABC):
 
     @abstractmethod
     def decode(self, payload: Payload, layout: MessageLayout) -> Bytes:
-        """Return the symbols.
-
-        Raises
-        ------
-        CodecError
-            If the body is not as long as it says, or contradicts itself.
-        """
+        """Return the symbols. Raises CodecError if the body is not as long as it says, or contradicts itself."""
 
 
 class Dense(SymbolEncoding):

@@ -47,10 +47,7 @@ def encode_entropy(symbols: Bytes, frequencies: Sequence[int]) -> Words:
 def decode_entropy(words: Words, num: int, frequencies: Sequence[int]) -> Bytes:
     """Return the `num` symbols that :func:`encode_entropy` wrote.
 
-    Raises
-    ------
-    CodecError
-        If the words are not used up, so that they are others' symbols.
+    Raises CodecError if the words are not used up, so that they are others' symbols.
     """
     model = _model(frequencies)
     try:

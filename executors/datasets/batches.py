@@ -108,10 +108,7 @@ def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: in
 class Batches:
     """Batches by number: batch ``k`` is a function of ``k`` alone.
 
-    Raises
-    ------
-    DataError
-        If `batch_size` or `seed` is out of range.
+    Raises DataError if `batch_size` or `seed` is out of range.
     """
 
     dataset: Dataset
@@ -135,13 +132,7 @@ class Batches:
         return tuple(self._line(*divmod(position, len(self.dataset))) for position in positions)
 
     def batch(self, k: int) -> Batch:
-        """Return batch `k`.
-
-        Raises
-        ------
-        DataError
-            If one of its lines cannot be used.
-        """
+        """Return batch `k`. Raises DataError if one of its lines cannot be used."""
         examples = self.dataset.examples(self.indices(k))
         return pad(examples, length=self.length, pad_token=self.pad_token)
 

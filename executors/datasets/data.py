@@ -54,10 +54,7 @@ class LineFile:
     def index(cls, path: str | Path) -> LineFile:
         """Return the index of a file, read once from end to end.
 
-        Raises
-        ------
-        DataError
-            If the file is missing, cannot be read, or has no line.
+        Raises DataError if the file is missing, cannot be read, or has no line.
         """
         path = Path(path)
         digest = hashlib.sha256()
@@ -89,10 +86,7 @@ class LineFile:
     def read(self, indices: Sequence[int]) -> Generator[JsonObject, None, None]:
         """Yield the objects on some lines, counted from 0 without the blank ones; close it where one of them may be refused.
 
-        Raises
-        ------
-        DataError
-            If a line is not a JSON object, or the file can no longer be read.
+        Raises DataError if a line is not a JSON object, or the file can no longer be read.
         """
         try:
             with _opened(self.path) as file:
@@ -141,10 +135,7 @@ class Limits:
     def fit(self, example: Example, where: str, *, num_kept: int = 0) -> Example:
         """Return the example, cut if it may be; raise if it cannot be used.
 
-        Raises
-        ------
-        DataError
-            If it is too long, has a token outside the vocabulary, or asks for nothing.
+        Raises DataError if it is too long, has a token outside the vocabulary, or asks for nothing.
         """
         if self.max_length is not None and len(example) > self.max_length:
             if not self.truncate:
@@ -197,10 +188,7 @@ class Dataset:
     def examples(self, indices: Sequence[int]) -> list[Example]:
         """Return the training examples of some lines.
 
-        Raises
-        ------
-        DataError
-            If a line cannot be used; the message has its number.
+        Raises DataError if a line cannot be used; the message has its number.
         """
         return [question.candidates[question.answer] for question in self.questions(indices)]
 
@@ -298,10 +286,7 @@ def open_dataset(
 def check_lines(path: str | Path, template: PromptTemplate | None) -> None:
     """Read all lines of a file, and raise for one that no model can be fed; needs no tokenizer.
 
-    Raises
-    ------
-    DataError
-        As :func:`open_dataset`; also for a label that no word stands for, on whichever line.
+    Raises DataError as :func:`open_dataset`; also for a label that no word stands for, on whichever line.
     """
     lines, template = _lines_and_template(path, template)
     with closing(lines.read(range(len(lines)))) as read:

@@ -35,10 +35,7 @@ class Generation:
 def prompt_of(example: Example) -> tuple[int, ...]:
     """Return the tokens before the first label, or all of an example without labels.
 
-    Raises
-    ------
-    DataError
-        If labels begin with the first token.
+    Raises DataError if labels begin with the first token.
     """
     prompt = example.input_ids[: example.label_positions[0]] if example.label_positions else example.input_ids
     if not prompt:

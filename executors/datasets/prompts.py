@@ -175,10 +175,7 @@ class PromptTemplate:
     def words(self, line: JsonObject) -> tuple[tuple[str, ...], int]:
         """Return the candidate words of a line and the index of the right one.
 
-        Raises
-        ------
-        DataError
-            If the line has no label, or one that no word or choice stands for.
+        Raises DataError if the line has no label, or one that no word or choice stands for.
         """
         label = _field(line, LABEL_FIELD, self.text)
         if self.label_words:

@@ -405,10 +405,7 @@ def deferred_numbers(model: nn.Module, dtype: str | None = None) -> dict[str, Te
 def present_product(low_bits: LowBits, device: torch.device) -> KernelName:
     """Return what multiplies by quantized weights on a device.
 
-    Raises
-    ------
-    PlanError
-        If the device lacks the kernel that the plan counts on, and no other may take its place.
+    Raises PlanError if the device lacks the kernel that the plan counts on, and no other may take its place.
     """
     if low_bits.product == "dequantize" or has_byte_product(device, low_bits.product):
         return low_bits.product

@@ -187,10 +187,7 @@ class QuantizedTensor(Stored):
     def encode(self, weights: Tensor, name: str = "") -> None:
         """Quantize `weights` to the nearest value, with scales fitted to them.
 
-        Raises
-        ------
-        ModelError
-            If a weight is not finite.
+        Raises ModelError if a weight is not finite.
         """
         if not bool(torch.isfinite(weights).all()):
             raise ModelError(

@@ -191,13 +191,7 @@ SAMPLERS: dict[str, DistributionSampler] = {
 
 
 def sampler_named(name: str) -> DistributionSampler:
-    """Return the perturbation called `name`.
-
-    Raises
-    ------
-    PlanError
-        If there is none.
-    """
+    """Return the perturbation called `name`. Raises PlanError if there is none."""
     try:
         return SAMPLERS[name]
     except KeyError:

@@ -27,11 +27,8 @@ def backends_of(device_type: str, host_backend: str) -> str:
 def own_accelerator(device_type: str, info: RankInfo) -> torch.device:
     """Return the device of this rank: the one with its local rank, or the only visible one.
 
-    Raises
-    ------
-    RunError
-        If the host shows several devices, and fewer than it has ranks. Whether two ranks are shown the same one is known when
-        they meet: see :func:`refuse_shared`.
+    Raises RunError if the host shows several devices, and fewer than it has ranks. Whether two ranks are shown the same
+    one is known when they meet: see :func:`refuse_shared`.
     """
     num_devices, index = num_devices_of(device_type), own_index(device_type, info.local_rank)
     if 0 < num_devices <= index:

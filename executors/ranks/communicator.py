@@ -149,10 +149,7 @@ class Communicator:
     def members(self, group: str) -> tuple[int, ...]:
         """Return the members of `group` that include this rank, in rank order.
 
-        Raises
-        ------
-        RunError
-            If there is no such group.
+        Raises RunError if there is no such group.
         """
         try:
             return self._members[group]
@@ -173,10 +170,7 @@ class Communicator:
     def all_gather(self, group: str, gathered: Tensor, own: Tensor, what: str) -> None:
         """Fill `gathered` with every member's `own`, in rank order; `own` may be this rank's part of it.
 
-        Raises
-        ------
-        RunError
-            If a rank is gone or does not come in time; the message names it.
+        Raises RunError if a rank is gone or does not come in time; the message names it.
         """
         members = self.members(group)
         self.num_calls[group] += 1
@@ -197,10 +191,7 @@ class Communicator:
     def send(self, group: str, offset: int, message: Tensor | Packed, what: str) -> int:
         """Send a message to the member of a pipeline that is `offset` places on; return how many bytes went.
 
-        Raises
-        ------
-        RunError
-            If a rank is gone or does not come in time; the message names it.
+        Raises RunError if a rank is gone or does not come in time; the message names it.
         """
         return self._messages(group).send(self._neighbour(group, offset), message, what)
 
@@ -209,10 +200,7 @@ class Communicator:
     ) -> Tensor | Packed:
         """Return the next message of the member of a pipeline that is `offset` places on: bytes, or on a device numbers.
 
-        Raises
-        ------
-        RunError
-            If a rank is gone or does not come in time, or the message has more than `most_bytes`.
+        Raises RunError if a rank is gone or does not come in time, or the message has more than `most_bytes`.
         """
         return self._messages(group).recv(self._neighbour(group, offset), most_bytes, what, device)
 
@@ -237,10 +225,7 @@ class Communicator:
     def all_gather_json(self, own: T, what: str, row_type: Any = Any) -> list[T]:
         """Return all ranks' `own` in rank order, sent as JSON and validated as `row_type`.
 
-        Raises
-        ------
-        RunError
-            If what a rank sent is not.
+        Raises RunError if what a rank sent is not.
         """
         adapter: TypeAdapter[T] = TypeAdapter(row_type)
         payload = adapter.dump_json(own)
@@ -380,10 +365,7 @@ def default_communicator(
 ) -> Communicator | None:
     """Return this rank among the ranks of `process_groups`; None for a rank alone.
 
-    Raises
-    ------
-    RunError
-        If the plan has several ranks, and this process is alone.
+    Raises RunError if the plan has several ranks, and this process is alone.
     """
     world_size = sum(map(len, process_groups.get(WORLD, ((0,),))))
     if world_size == 1:

@@ -104,10 +104,7 @@ class HostMemory:
     def pin(self) -> None:
         """Pin the memory, so that a CUDA device copies from and to it directly.
 
-        Raises
-        ------
-        RunError
-            If the driver refuses.
+        Raises RunError if the driver refuses.
         """
         address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         error = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
@@ -177,10 +174,7 @@ def memory_file(size_bytes: int, folders: Sequence[Path] | None = None) -> Itera
 
     Its name is gone after the block. What another launch was killed over is removed first.
 
-    Raises
-    ------
-    DoesNotFit
-        If neither has enough space.
+    Raises DoesNotFit if neither has enough space.
     """
     free: dict[Path, int] = {}
     if folders is None:

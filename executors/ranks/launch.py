@@ -113,10 +113,7 @@ def module_command(name: str) -> tuple[list[str], dict[str, str]]:
 def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[RankInfo]:
     """Join the ranks' process group for the length of the block: gloo, and NCCL between CUDA devices.
 
-    Raises
-    ------
-    RunError
-        If not all ranks come in time.
+    Raises RunError if not all ranks come in time.
     """
     import torch
     import torch.distributed as dist
@@ -158,10 +155,7 @@ def process_group(device_type: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> 
 def _store(info: RankInfo, timeout: timedelta) -> Store:
     """Return the store of all ranks: a file under our launcher, torchrun's TCP store, or a lone rank's own.
 
-    Raises
-    ------
-    RunError
-        If nothing answers where the environment says that the store is.
+    Raises RunError if nothing answers where the environment says that the store is.
     """
     from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
@@ -243,10 +237,7 @@ class _Failure:
 def _result(ranks: Sequence[BaseProcess], receiving: Sequence[connection.Connection], directory: Path) -> Any:
     """Return the result of rank 0 once all ranks have ended without error.
 
-    Raises
-    ------
-    ZosimError
-        When the first rank fails.
+    Raises ZosimError when the first rank fails.
     """
     running = {rank.sentinel: rank for rank in ranks}
     pipes = {pipe: number for number, pipe in enumerate(receiving)}

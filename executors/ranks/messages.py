@@ -117,10 +117,7 @@ class Messages:
     ) -> Tensor | Packed:
         """Return the next message of rank `peer`: bytes of the host, or numbers on a device.
 
-        Raises
-        ------
-        RunError
-            If it has more than `most_bytes`, or does not come.
+        Raises RunError if it has more than `most_bytes`, or does not come.
         """
         # Behind the length of numbers on a device come their formats: see `Packed`.
         head = torch.zeros(1 if device is None else 1 + NUM_FORMATS, dtype=torch.int64)
@@ -154,13 +151,7 @@ def stays_on(device: torch.device) -> bool:
 
 
 def pack(tensors: Sequence[Tensor]) -> Packed:
-    """Pack tensors into one buffer on their device.
-
-    Raises
-    ------
-    CodecError
-        If a format is unknown.
-    """
+    """Pack tensors into one buffer on their device. Raises CodecError if a format is unknown."""
     sizes = [aligned(tensor.numel() * tensor.element_size(), GPU_ALIGNMENT_BYTES) for tensor in tensors]
     data = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
     begin = 0
@@ -174,10 +165,7 @@ def pack(tensors: Sequence[Tensor]) -> Packed:
 def unpack(packed: Packed, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return the tensors of a message, of these shapes, as views of it.
 
-    Raises
-    ------
-    CodecError
-        If the message has another length.
+    Raises CodecError if the message has another length.
     """
     tensors, begin = [], 0
     for shape, number in zip(shapes, itertools.cycle(packed.formats), strict=False):

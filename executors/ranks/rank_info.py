@@ -125,10 +125,7 @@ def last_report(rank: int) -> LastReport:
 def launch_directory() -> Path | None:
     """Return a directory that the ranks of this host share for as long as their launcher lives; None for a rank alone.
 
-    Raises
-    ------
-    RunError
-        If another user has made it, or may enter it.
+    Raises RunError if another user has made it, or may enter it.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory:

@@ -58,10 +58,7 @@ def held_file(folder: Path, prefix: str) -> Iterator[tuple[Path, int]]:
 def hold(path: Path) -> int:
     """Keep `path` from being removed as stale, until the descriptor that is returned is closed.
 
-    Raises
-    ------
-    FileNotFoundError
-        If another process took it for a stale one before it could be locked.
+    Raises FileNotFoundError if another process took it for a stale one before it could be locked.
     """
     import fcntl
 

@@ -144,10 +144,7 @@ def evaluate_generation(
 ) -> GenerationResult:
     """Return exact match and F1 of greedy answers to the prompts before the first labelled token.
 
-    Raises
-    ------
-    DataError
-        If a line has no prompt, since it carries labels from its first token on.
+    Raises DataError if a line has no prompt, since it carries labels from its first token on.
     """
     examples = data.examples(_first(data, num_examples))
     prompts = [prompt_of(example) for example in examples]

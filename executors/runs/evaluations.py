@@ -77,10 +77,7 @@ class Evaluations:
     def recall(self, directory: Path, num_steps: int) -> None:
         """Take over the evaluations that an earlier process recorded in the first `num_steps` steps.
 
-        Raises
-        ------
-        RunError
-            If an evaluation's row lacks what evaluations are compared by.
+        Raises RunError if an evaluation's row lacks what evaluations are compared by.
         """
         for row in evaluations_of(directory, num_steps):
             try:
@@ -115,10 +112,7 @@ class Evaluations:
     def _metrics(self, session: Session) -> dict[str, Any]:
         """Return the metrics at the current weights. With ``--eval-task auto``, the first lines decide the task.
 
-        Raises
-        ------
-        DataError
-            If the lines do not ask for what the task is.
+        Raises DataError if the lines do not ask for what the task is.
         """
         wanted, data, is_causal = self._settings.evaluation, self._data, session.plan.model.is_causal
         assert wanted is not None

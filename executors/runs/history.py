@@ -75,10 +75,7 @@ class History:
 def read_history(directory: str | Path) -> History:
     """Return the history of a run.
 
-    Raises
-    ------
-    RunError
-        If a file is missing, damaged, truncated or another run's; the message says which and why.
+    Raises RunError if a file is missing, damaged, truncated or another run's; the message says which and why.
     """
     directory = Path(directory)
     header = read_header(directory)

@@ -28,13 +28,7 @@ from zosim.console import stderr
 
 
 def open_data(settings: RunSettings, data: DataSettings) -> Dataset:
-    """Return the examples that a run reads, for its model.
-
-    Raises
-    ------
-    DataError
-        If the file cannot be used.
-    """
+    """Return the examples that a run reads, for its model. Raises DataError if the file cannot be used."""
     return _opened(settings.run.model, settings.plan.model, data, settings.plan.seq)
 
 
@@ -43,10 +37,7 @@ def longest_line(
 ) -> int:
     """Return the number of tokens of the longest line that a run reads; with ``--truncate``, at most the model's positions.
 
-    Raises
-    ------
-    DataError
-        If a line has more tokens than the model has positions and is not to be cut, or cannot be used.
+    Raises DataError if a line has more tokens than the model has positions and is not to be cut, or cannot be used.
     """
     files = [data] if evaluation is None else [data, data.model_copy(update={"path": evaluation.path})]
     return max(_opened(model, spec, file, spec.max_positions).longest() for file in files)
@@ -71,10 +62,7 @@ def tokenizer_for(model: str, path: str) -> Any:
 def _any_tokenizer(model: str) -> Any:
     """Return the model's tokenizer; None if there is none here.
 
-    Raises
-    ------
-    ModelError
-        If its files are damaged. Code that a directory brings for its tokenizer is never run.
+    Raises ModelError if its files are damaged. Code that a directory brings for its tokenizer is never run.
     """
     import transformers
 
@@ -119,9 +107,7 @@ def _check_tokenizer_files(directory: Path) -> None:
     What ``tokenizer.json`` holds is a program of a kind: patterns and replacements. It is tried in a process of its own, which
     a pattern or a replacement that multiplies without end cannot leave with this one's memory or time.
 
-    Raises
-    ------
-    ModelError
+    Raises ModelError.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (directory / name).is_file():

@@ -40,10 +40,7 @@ class Line:
 def read_lines(path: str | Path) -> list[Line]:
     """Return the complete lines of a file, none if there is no file.
 
-    Raises
-    ------
-    RunError
-        If the file cannot be read, or a complete line of it is no JSON object; the message names the line.
+    Raises RunError if the file cannot be read, or a complete line of it is no JSON object; the message names the line.
     """
     path = Path(path)
     if not path.exists():

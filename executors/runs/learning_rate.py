@@ -77,13 +77,7 @@ class LearningRate(Section):
         return self
 
     def at(self, step: int) -> float:
-        """Return the learning rate of `step` (from 0).
-
-        Raises
-        ------
-        ValueError
-            If `step` is negative.
-        """
+        """Return the learning rate of `step` (from 0). Raises ValueError if `step` is negative."""
         if step < 0:
             message = f"step={step} must be at least 0"
             raise ValueError(message)

@@ -205,10 +205,7 @@ def _required(value: Any, what: str, option: str) -> Any:
 def _device(header: Recorded, base: Plan | None, out: str, *, has_plan: bool) -> str:
     """Return the device of a run without ``--device``: its plan's, else the one it was begun on, else the CPU.
 
-    Raises
-    ------
-    PlanError
-        If torch finds no such device. Who prints the lines that start ranks of several hosts needs none.
+    Raises PlanError if torch finds no such device. Who prints the lines that start ranks of several hosts needs none.
     """
     if base is None:
         return "cpu"

@@ -156,12 +156,7 @@ def _usual_weights(model: ModelSpec, device: str) -> Weights:
 
 
 def _refuse_unasked_loss(plan: Plan, config: PlanConfig, base: Plan | None) -> None:
-    """Refuse codecs without a boundary, and formats that lose precision without ``--allow-lossy``.
-
-    Raises
-    ------
-    PlanError
-    """
+    """Refuse codecs without a boundary, and formats that lose precision without ``--allow-lossy``. Raises PlanError."""
     split, allows = config.split, config.search.allow_lossy
     if plan.num_stages == 1 and not plan.split.is_lossy and split.split_points:
         raise PlanError(
@@ -248,13 +243,7 @@ def where_it_runs(plan: Plan, device: str) -> str:
 
 
 def host_node(device: str) -> tuple[Topology, str]:
-    """Return this machine, and the node of it that stands for a torch device.
-
-    Raises
-    ------
-    PlanError
-        If there is none.
-    """
+    """Return this machine, and the node of it that stands for a torch device. Raises PlanError if there is none."""
     check_device(device)
     topology = topology_named(HOST)
     nodes = [node.id for node in topology.of_type("cpu" if device == "cpu" else "gpu")]
@@ -271,10 +260,7 @@ def host_node(device: str) -> tuple[Topology, str]:
 def spec_for(model: str, tuned: Trainable, split_blocks: tuple[int, ...] = (), **loading: Any) -> ModelSpec:
     """Return what the configuration tells of a model, or where that does not, the model itself.
 
-    Raises
-    ------
-    ModelError
-        If there is no such model, or it cannot be run.
+    Raises ModelError if there is no such model, or it cannot be run.
     """
     try:
         return read_model_spec(model, trainable=tuned, split_blocks=split_blocks)
@@ -298,10 +284,7 @@ def refuse_too_large(
 ) -> list[str]:
     """Return warnings about this host's memory, before anything is loaded.
 
-    Raises
-    ------
-    DoesNotFit
-        If the buffers of the ranks of one host cannot be had.
+    Raises DoesNotFit if the buffers of the ranks of one host cannot be had.
     """
     ranks = plan.placement.ranks_by_host[0]
     # What an edited program has buffers for need not be what the plan's batch takes.

@@ -138,10 +138,7 @@ def load_base(
 def check_base(history: History, model: nn.Module, source: str | Path) -> None:
     """Raise unless `model` holds the weights that a run began from.
 
-    Raises
-    ------
-    RunError
-        If a name, a bit or a field of the configuration differs.
+    Raises RunError if a name, a bit or a field of the configuration differs.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     recorded = history.header["trainable"]
@@ -242,10 +239,7 @@ def advance(
     It flushes where the run did, and nowhere else: where flushing rounds weights, a run that goes on from here would
     otherwise not be the one that was interrupted.
 
-    Raises
-    ------
-    RunError
-        If the parameters do not have a digest that the run recorded.
+    Raises RunError if the parameters do not have a digest that the run recorded.
     """
     # Only where flushing rounds weights does it matter when the run did.
     periods = history.periods if history.plan.is_transfer_lossy else ()

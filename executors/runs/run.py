@@ -99,10 +99,7 @@ def run_in_rank(settings: RunSettings) -> dict[str, Any]:
 class Run:
     """One rank's run. Rank 0 writes the files; the others do the same steps.
 
-    Raises
-    ------
-    ZosimError
-        If the model, the data or the directory cannot be used.
+    Raises ZosimError if the model, the data or the directory cannot be used.
     """
 
     def __init__(self, settings: RunSettings, communicator: Communicator | None = None) -> None:

@@ -179,10 +179,8 @@ def write_header(directory: Path, header: Mapping[str, Any]) -> None:
 def read_header(directory: str | Path) -> dict[str, Any]:
     """Return a run's header.
 
-    Raises
-    ------
-    RunError
-        If there is none, it is damaged, another version wrote it, or something in the directory is no file of a run.
+    Raises RunError if there is none, it is damaged, another version wrote it, or something in the directory is no file
+    of a run.
     """
     path = Path(directory) / HEADER_NAME
     refuse_irregular_run(Path(directory))

@@ -92,10 +92,7 @@ class DataSettings(Section):
     def prompt(self) -> PromptTemplate | None:
         """The template with its label words; None where none is named.
 
-        Raises
-        ------
-        DataError
-            If it is not well formed, or label words have no place to go.
+        Raises DataError if it is not well formed, or label words have no place to go.
         """
         from executors.datasets.prompts import PromptTemplate
 
@@ -166,10 +163,7 @@ class EvaluationSettings(Section):
 def evaluation_in(settings: EvaluationSettings) -> EvaluationSettings | None:
     """Return the settings of evaluations; None without ``--eval-data``.
 
-    Raises
-    ------
-    RunError
-        If it is said when, but not on what.
+    Raises RunError if it is said when, but not on what.
     """
     if settings.path:
         return settings.complete()
@@ -399,13 +393,7 @@ class RunConfig(Section):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """All settings of one run: a rank needs nothing else.
-
-    Raises
-    ------
-    ZosimError
-        If the settings contradict each other.
-    """
+    """All settings of one run: a rank needs nothing else. Raises ZosimError if the settings contradict each other."""
 
     plan: Plan
     run: RunOptions
@@ -568,10 +556,7 @@ class RunSettings:
 def refuse_other_identity(recorded: dict[str, Any], declared: dict[str, Any], where: str) -> None:
     """Raise for the first setting in which a command differs from the run that it resumes.
 
-    Raises
-    ------
-    RunError
-        Naming the setting and both values.
+    Raises RunError naming the setting and both values.
     """
     recorded = _in_present_names(recorded)
     for name in {**recorded, **declared}:

@@ -102,10 +102,7 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 def read_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -> Adapter:
     """Return an adapter for a base whose linears have `shapes`; raise unless it adds what PEFT would.
 
-    Raises
-    ------
-    ModelError
-        If there is none, its files are damaged, it is no plain LoRA, or it belongs beside another base.
+    Raises ModelError if there is none, its files are damaged, it is no plain LoRA, or it belongs beside another base.
     """
     import safetensors
 

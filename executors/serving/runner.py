@@ -74,10 +74,7 @@ def mean_losses(
 ) -> tuple[list[float], int]:
     """Return the mean loss over labelled tokens with each adapter, scored together, and the number of these tokens.
 
-    Raises
-    ------
-    RunError
-        If nothing is asked of the examples.
+    Raises RunError if nothing is asked of the examples.
     """
     # No token stands before the first one: its label has no score.
     firsts = [

@@ -91,10 +91,7 @@ class Runtime:
     def read(self, directory: Path) -> Adapter:
         """Read an adapter of this base without adding it: files may be read while forwards run.
 
-        Raises
-        ------
-        ModelError
-            If it does not belong beside this base.
+        Raises ModelError if it does not belong beside this base.
         """
         adapter = read_adapter(directory, self.shapes)
         wanted = adapter.facts.get(BASE_DIGEST)
@@ -111,13 +108,7 @@ class Runtime:
         self._adapters[name] = adapter
 
     def unload(self, name: str) -> None:
-        """Unload an adapter.
-
-        Raises
-        ------
-        ModelError
-            If there is none of that name.
-        """
+        """Unload an adapter. Raises ModelError if there is none of that name."""
         if self._adapters.pop(name, None) is None:
             raise ModelError(
                 f"no adapter is called {name!r}", hint="adapters are " + (", ".join(self._adapters) or "none")

@@ -91,13 +91,7 @@ class Versions:
         return self.directory / version
 
     def keep(self, version: str, adapter: Path) -> None:
-        """Copy an adapter as a version.
-
-        Raises
-        ------
-        RunError
-            If there is one of that name, or `adapter` is none.
-        """
+        """Copy an adapter as a version. Raises RunError if there is one of that name, or `adapter` is none."""
         path = self._path(version)
         if path.exists():
             raise RunError(f"{path} already exists", hint="versions do not change: choose another name")
@@ -150,10 +144,7 @@ class Versions:
     def promote(self, version: str, examples: Sequence[Example], *, tolerance: float = 0.0) -> Canary:
         """Serve a version if its loss exceeds the served one's by at most `tolerance`.
 
-        Raises
-        ------
-        RunError
-            If it does; what was served goes on being served.
+        Raises RunError if it does; what was served goes on being served.
         """
         if math.isnan(tolerance):
             raise RunError("--tolerance nan is not a number", hint="such as 0.01")
@@ -173,10 +164,7 @@ class Versions:
     def roll_back(self) -> str | None:
         """Serve the version that was served before, and return it; None for the base.
 
-        Raises
-        ------
-        RunError
-            If none is served.
+        Raises RunError if none is served.
         """
         history = self._history()
         if not history:

@@ -36,12 +36,7 @@ _MOST_GRAPHS = 4096
 
 
 def refuse_graphs(device: torch.device, *, keeps_buffers: bool) -> None:
-    """Refuse graphs where none can be captured or replayed.
-
-    Raises
-    ------
-    PlanError
-    """
+    """Refuse graphs where none can be captured or replayed. Raises PlanError."""
     if device.type != "cuda":
         raise PlanError(f"--graphs needs a CUDA device, not {device.type}", hint="leave --graphs out")
     if not keeps_buffers:

@@ -423,13 +423,7 @@ class _Resolved:
 
 
 def _lazy_steps(program: Program) -> int:
-    """Return the steps that factors of perturbations are kept for.
-
-    Raises
-    ------
-    ProgramError
-        If draws disagree about it.
-    """
+    """Return the steps that factors of perturbations are kept for. Raises ProgramError if draws disagree about it."""
     lazy = {i.op.lazy_steps for _, i in program.instructions() if isinstance(i.op, Sample)}
     if len(lazy) > 1:
         raise ProgramError(
@@ -442,10 +436,7 @@ def _lazy_steps(program: Program) -> int:
 def _refuse_first_order(program: Program) -> None:
     """Raise if `program` is a first-order step.
 
-    Raises
-    ------
-    ProgramError
-        Naming the first instruction that nothing executes.
+    Raises ProgramError naming the first instruction that nothing executes.
     """
     for phase, instruction in program.instructions():
         op = instruction.op

@@ -20,10 +20,7 @@ def micro_batches(
 
     A loss is the mean over labels, or that of texts over sequences.
 
-    Raises
-    ------
-    RunError
-        If its sequences cannot be shared out evenly.
+    Raises RunError if its sequences cannot be shared out evenly.
     """
     num_sequences = batch["input_ids"].shape[0]
     if num_sequences % count:

@@ -18,10 +18,7 @@ from zosim.plans import Plan
 def own_device(device: str) -> str:
     """Return a device's name, with the number of this rank's own where none is given.
 
-    Raises
-    ------
-    PlanError
-        If it is no device that runs know.
+    Raises PlanError if it is no device that runs know.
     """
     check_device(device)
     return f"{device}:{own_index(device, RankInfo.here().local_rank)}" if device in ACCELERATORS else device

@@ -343,10 +343,7 @@ def _fail(tasks: Sequence[tuple[Task, _Event]], error: ZosimError) -> None:
 def backend_for(device: str) -> Backend:
     """Return the backend of ``"cpu"``, or of an accelerator such as ``"cuda:0"``.
 
-    Raises
-    ------
-    RunError
-        If torch does not find the device.
+    Raises RunError if torch does not find the device.
     """
     if device == "cpu":
         return CpuBackend()

@@ -97,10 +97,7 @@ class AcceleratorBackend(Backend):
     A task that waits for another rank is issued when that rank is ready. So that only its stream waits, every stream but
     compute then has a thread that issues its tasks, and one that tells other ranks what has finished.
 
-    Raises
-    ------
-    RunError
-        If torch does not find the device.
+    Raises RunError if torch does not find the device.
     """
 
     def __init__(self, device: str) -> None:

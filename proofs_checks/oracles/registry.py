@@ -102,13 +102,7 @@ def oracles() -> Mapping[str, Oracle]:
 
 
 def oracle_named(name: str) -> Oracle:
-    """Return the oracle called `name`.
-
-    Raises
-    ------
-    ZosimError
-        If there is none.
-    """
+    """Return the oracle called `name`. Raises ZosimError if there is none."""
     known = oracles()
     if name not in known:
         raise ZosimError(f"unknown oracle {name!r}", hint=did_you_mean(name, list(known)))

@@ -54,10 +54,7 @@ def _tables() -> Mapping[str, tuple[TableRow, ...]]:
 def table_rows(table: str) -> tuple[TableRow, ...]:
     """Return the cells of a table, by paper and number: ``"ZO2 1"``. Wrong cells are planted here.
 
-    Raises
-    ------
-    PrintedError
-        If no such table ships.
+    Raises PrintedError if no such table ships.
     """
     if table not in _tables():
         raise PrintedError(f"unknown printed table {table!r}", hint=did_you_mean(table, list(_tables())))

@@ -41,13 +41,7 @@ class Figures:
 
     @classmethod
     def rounded(cls, texts: str | Sequence[str], rows: tuple[str, ...] = ()) -> Self:
-        """Return figures as they are written, each to its last place.
-
-        Raises
-        ------
-        PrintedError
-            If one is no number.
-        """
+        """Return figures as they are written, each to its last place. Raises PrintedError if one is no number."""
         value, half = np.array([_number(text) for text in ([texts] if isinstance(texts, str) else texts)]).T
         numbers = np.stack([value, value - half, value + half])
         return cls(numbers[:, 0] if isinstance(texts, str) else numbers, rows)

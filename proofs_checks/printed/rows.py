@@ -70,10 +70,7 @@ class _Selection:
 def checks_of(entry: Mapping[str, Any]) -> tuple[Check, ...]:
     """Return the checks that an entry states as rows; none where it has no ``checks``.
 
-    Raises
-    ------
-    PrintedError
-        If a table, a field, a column, a row or a form of an expression is unknown.
+    Raises PrintedError if a table, a field, a column, a row or a form of an expression is unknown.
     """
     selections = tuple(_Selection.of(reported) for reported in entry.get("cells", ()))
     names = [name for selection in selections for name in selection.columns]
@@ -119,13 +116,7 @@ class WrongCell:
 
 
 def wrong_cell(name: str, cell: TableRow, value: str, field: str = "value") -> Fault:
-    """Return the fault of a printed cell that holds something else.
-
-    Raises
-    ------
-    PrintedError
-        If it holds that already.
-    """
+    """Return the fault of a printed cell that holds something else. Raises PrintedError if it holds that already."""
     if cell[field] == value:
         raise PrintedError(f"fault {name!r} changes nothing: {field} is {value} in {cell.where} already")
     words = f"{name} ({cell['paper']} {cell['table']}, {cell['cell']}: {value} for {cell[field]})"

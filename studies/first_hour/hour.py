@@ -148,13 +148,7 @@ def _left_in(path: Path) -> Content:
 
 
 def leave(setting: Setting, name: str, path: Path) -> None:
-    """Do one part here, and write what it found.
-
-    Raises
-    ------
-    ZosimError
-        If there is no such part.
-    """
+    """Do one part here, and write what it found. Raises ZosimError if there is no such part."""
     part = next((part for part in parts_of(setting) if part.name == name), None)
     if part is None:
         names = ", ".join(part.name for part in parts_of(setting))

@@ -69,13 +69,7 @@ class Setting:
 
     @property
     def node(self) -> str:
-        """The node of :attr:`topology` that is the device.
-
-        Raises
-        ------
-        PlanError
-            If the topology has no such device.
-        """
+        """The node of :attr:`topology` that is the device. Raises PlanError if the topology has no such device."""
         gpus, index = self.topology.of_type("gpu"), torch.device(self.device).index or 0
         if index >= len(gpus):
             raise PlanError(

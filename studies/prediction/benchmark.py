@@ -59,13 +59,7 @@ class Baton:
         self._folder = Path(folder)
 
     def wait(self, number: int) -> None:
-        """Wait until so many turns are over.
-
-        Raises
-        ------
-        RunError
-            If that takes too long: the other group has failed.
-        """
+        """Wait until so many turns are over. Raises RunError if that takes too long: the other group has failed."""
         until = time.monotonic() + _LONGEST_TURN_S
         while number and not (self._folder / str(number)).exists():
             if time.monotonic() > until:

@@ -83,13 +83,7 @@ class ChoiceRequest:
 
 
 def calibrated_rates(topology: Topology, num_threads: int) -> Profile:
-    """Return the rates of this machine's calibration with so many threads.
-
-    Raises
-    ------
-    PlanError
-        If there is none.
-    """
+    """Return the rates of this machine's calibration with so many threads. Raises PlanError if there is none."""
     profile = profile_for(topology, topology.of_type("cpu")[0].id, num_threads=num_threads, is_host=True)
     if profile.origin == "datasheet":
         raise PlanError(

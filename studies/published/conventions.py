@@ -91,13 +91,7 @@ class Method:
 
 
 def method_of(row: PublishedRow) -> Method:
-    """Return the method of a row.
-
-    Raises
-    ------
-    UnknownRow
-        If its name is none that these tables use.
-    """
+    """Return the method of a row. Raises UnknownRow if its name is none that these tables use."""
     text = row["method"]
     match = re.fullmatch(r"(Dist)?(MeZO|ZO2)\s*(?:\(([^)]*)\))?((?:\+\w+)*)", text)
     if match is None:
@@ -146,10 +140,7 @@ class PublishedCase:
 def case_of(row: PublishedRow) -> PublishedCase:
     """Return the case that a throughput or memory row describes.
 
-    Raises
-    ------
-    UnknownRow
-        If it describes none, with the reason.
+    Raises UnknownRow if it describes none, with the reason.
     """
     method = method_of(row)
     num_ranks, num_nodes = row.count("gpus"), row.count("nodes") if row["nodes"] else 1
@@ -197,10 +188,7 @@ def _attention(paper: str, model: str) -> Literal["eager", "sdpa"]:
 def transfer_case_of(row: PublishedRow) -> PublishedCase:
     """Return the case of a transfer-rate row: the copies of a step on all GPUs of the host, and nothing else.
 
-    Raises
-    ------
-    UnknownRow
-        If it describes none, with the reason.
+    Raises UnknownRow if it describes none, with the reason.
     """
     kinds: dict[str, Literal["private", "sliced"]] = {"plain": "private", "CommOpt": "sliced"}
     transfers = kinds.get(row["method"])

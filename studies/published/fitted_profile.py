@@ -88,22 +88,13 @@ class PublishedProfile(_Frozen):
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, with a digest that :func:`load_published_profile` checks.
 
-        Raises
-        ------
-        ProfileError
-            If the file cannot be written.
+        Raises ProfileError if the file cannot be written.
         """
         save_checksummed(self.model_dump(mode="json"), path, "profile", ProfileError)
 
 
 def calibrate_on(rows: Sequence[PublishedRow]) -> PublishedProfile:
-    """Return what `rows` say about all papers' machines and runs.
-
-    Raises
-    ------
-    ProfileError
-        If no row can be used.
-    """
+    """Return what `rows` say about all papers' machines and runs. Raises ProfileError if no row can be used."""
     cells, _, reasons = cells_of(rows)
     apart = set_apart(audit(rows))
     fits = []
@@ -184,10 +175,7 @@ def _identified_by(solution: Solution, index: int) -> str:
 def load_published_profile(path: str | Path | None = None) -> PublishedProfile:
     """Return the profile in a file; without one, that fitted to all rows that ship.
 
-    Raises
-    ------
-    ProfileError
-        If the file is unreadable, damaged, edited or something else.
+    Raises ProfileError if the file is unreadable, damaged, edited or something else.
     """
     source = Path(__file__).parent / "data" / _DEFAULT if path is None else path
     hint = "make one with `zosim calibrate --rows ROWS.csv -o PROFILE`"

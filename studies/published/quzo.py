@@ -140,10 +140,7 @@ class QuzoFit(TableFit):
 def quzo_case(row: PublishedRow) -> QuzoCase:
     """Return what a row of memory or of seconds is about.
 
-    Raises
-    ------
-    NotPredicted
-        If it names a model, a method or a precision that these tables do not have.
+    Raises NotPredicted if it names a model, a method or a precision that these tables do not have.
     """
     method = row["method"].split("(")[0].strip().upper()
     if method not in (*LORA, *ZEROTH_ORDER, *FULL):
@@ -388,10 +385,7 @@ def fit_times(known: Sequence[QuzoCase]) -> tuple[FoundConstant, ...]:
 def formula(row: PublishedRow) -> str:
     """Return what Table 13 must print: the bytes of float32 weights and activations over 32 bits' worth of them.
 
-    Raises
-    ------
-    NotPredicted
-        If its method is not one of that table.
+    Raises NotPredicted if its method is not one of that table.
     """
     name = row["method"].split("(")[0].strip().upper()
     if name not in (*ZEROTH_ORDER, *FULL):

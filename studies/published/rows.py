@@ -37,13 +37,7 @@ class PublishedRow(TableRow):
 
     @cached_property
     def value(self) -> float | None:
-        """The printed number; None where nothing is printed.
-
-        Raises
-        ------
-        RowsError
-            If the column holds no number above 0.
-        """
+        """The printed number; None where nothing is printed. Raises RowsError if the column holds no number above 0."""
         return None if self["value"].upper() in NO_VALUE else self.number("value")
 
     @property
@@ -78,10 +72,7 @@ class PublishedRow(TableRow):
 def read_rows(path: str | Path) -> list[PublishedRow]:
     """Return the rows of a CSV file, in order. Empty lines are no rows.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be read, or lacks a column.
+    Raises RowsError if the file cannot be read, or lacks a column.
     """
     return [PublishedRow(row.fields, row.where) for row in read_table(path, REQUIRED)]
 
@@ -98,9 +89,6 @@ def shipped_rows(paper: str | None = None) -> list[PublishedRow]:
 def write_rows(path: str | Path, rows: Sequence[PublishedRow], added: Sequence[Mapping[str, str]]) -> None:
     """Write `rows` with the columns of `added` behind their own, in the same order.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be written.
+    Raises RowsError if the file cannot be written.
     """
     write_table(path, rows, added, REQUIRED)

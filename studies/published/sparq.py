@@ -122,10 +122,7 @@ def _weights(bits: int) -> dict[int, float]:
 def volume_case(row: PublishedRow) -> VolumeCase:
     """Return what a volume's row is about.
 
-    Raises
-    ------
-    NotPredicted
-        If it is not of the models, data sets and methods of these tables.
+    Raises NotPredicted if it is not of the models, data sets and methods of these tables.
     """
     model, dataset, method = row["model"], dataset_of(row), row["method"].split("(")[0].strip()
     if model not in WIDTHS:
@@ -152,10 +149,7 @@ def dataset_of(row: PublishedRow) -> str:
 def refuse_other_settings(row: PublishedRow) -> None:
     """Raise if a row is not of the tables' setting.
 
-    Raises
-    ------
-    NotPredicted
-        If its unit, batch or number of stages is another.
+    Raises NotPredicted if its unit, batch or number of stages is another.
     """
     for column, wanted in (("unit", "GB"), ("batch_size", "32"), ("gpus", "2")):
         if row[column] not in ("", wanted):

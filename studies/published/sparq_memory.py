@@ -61,10 +61,7 @@ class PeakCase:
 def peak_case(row: PublishedRow) -> PeakCase:
     """Return what a peak's row is about.
 
-    Raises
-    ------
-    NotPredicted
-        If it is not of the models, data sets and methods of these tables.
+    Raises NotPredicted if it is not of the models, data sets and methods of these tables.
     """
     method = row["method"].split("(")[0].strip()
     dataset = dataset_of(row)

@@ -21,13 +21,7 @@ _RUN_NOISE = 0.01
 
 
 def term_of(name: str) -> FittedConstant:
-    """Return the constant or effect called `name`.
-
-    Raises
-    ------
-    KeyError
-        If there is none of that kind.
-    """
+    """Return the constant or effect called `name`. Raises KeyError if there is none of that kind."""
     kind, *words = name.split("|")
     where = " ".join(words)
     if kind == "tokens":

@@ -75,10 +75,7 @@ class ZoinferCase:
 def zoinfer_case(row: PublishedRow) -> ZoinferCase:
     """Return what a row of speed-ups or of hours is about.
 
-    Raises
-    ------
-    NotPredicted
-        If it names a model or a method that these tables do not have.
+    Raises NotPredicted if it names a model or a method that these tables do not have.
     """
     method, quantity = row["method"].lower(), row["quantity"]
     is_serving, is_loop = "vllm" in method, "official lozo" in method

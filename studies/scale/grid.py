@@ -258,10 +258,7 @@ class _GridOrder:
     def of(cls, program: Program, machine: Machine) -> _GridOrder:
         """Return the order of a program; of the machine it matters only whether the host takes time of its own.
 
-        Raises
-        ------
-        PlanError
-            If it has a prologue, whose durations would be the plan's own.
+        Raises PlanError if it has a prologue, whose durations would be the plan's own.
         """
         if program.prologue:
             message = f"program {program.name} has a prologue, which a grid does not support"

@@ -302,10 +302,7 @@ def _report(
 def steps_of(content: Content, name: str) -> NetworkSteps:
     """Return what was measured of a network.
 
-    Raises
-    ------
-    RunError
-        If it was measured by a release that measured something else.
+    Raises RunError if it was measured by a release that measured something else.
     """
     try:
         link = LinkFigures(**content["link"])

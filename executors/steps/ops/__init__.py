@@ -59,13 +59,7 @@ class Actions:
         }
 
     def of(self, phase: Phase, instruction: Instruction) -> Action:
-        """Return what does `instruction`.
-
-        Raises
-        ------
-        ProgramError
-            If its operands do not fit its operation.
-        """
+        """Return what does `instruction`. Raises ProgramError if its operands do not fit its operation."""
         try:
             return self._makers[instruction.op.kind](instruction)
         except Unfit as unfit:

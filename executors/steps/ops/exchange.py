@@ -37,10 +37,7 @@ class Exchanges:
     def collective(self, instruction: Instruction) -> Action:
         """Return what exchanges the operands of `instruction`.
 
-        Raises
-        ------
-        ProgramError
-            If there is nobody to exchange with, or the operands do not fit.
+        Raises ProgramError if there is nobody to exchange with, or the operands do not fit.
         """
         op = instruction.op
         assert isinstance(op, Collective)

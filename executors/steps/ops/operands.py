@@ -35,13 +35,7 @@ def of_group(
 
 
 def only(accesses: Sequence[Access], what: str) -> Access:
-    """Return the only access.
-
-    Raises
-    ------
-    Unfit
-        If there are none or several.
-    """
+    """Return the only access. Raises Unfit if there are none or several."""
     if len(accesses) != 1:
         raise Unfit(f"needs exactly one {what}, but has {len(accesses)}")
     return accesses[0]
