@@ -359,10 +359,7 @@ def _between(config: PlanConfig, hardware: Hardware) -> int:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a directory that holds something else than a run, before the minutes that the demo takes.
-
-    Raises RunError.
-    """
+    """Refuse a directory that holds something else than a run, before the minutes that the demo takes."""
     if out.exists() and not out.is_dir():
         raise RunError(f"--out {out} is a file, not a directory", hint="give another --out")
     if out.exists() and any(out.iterdir()) and not (out / "run.json").exists():

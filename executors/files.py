@@ -63,10 +63,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def refuse_other_names(paths: Iterable[str | Path]) -> None:
-    """Raise if a name is not UTF-8: JSON, safetensors and the programs that read them know no others.
-
-    Raises RunError.
-    """
+    """Raise RunError if a name is not UTF-8: JSON, safetensors and the programs that read them know no others."""
     for path in paths:
         try:
             str(path).encode()
@@ -79,10 +76,7 @@ def refuse_other_names(paths: Iterable[str | Path]) -> None:
 
 
 def refuse_irregular_run(directory: Path) -> None:
-    """Raise if something that a run reads or writes in a directory is no regular file, or no directory of its own.
-
-    Raises RunError naming it.
-    """
+    """Raise RunError, naming it, if something that a run reads or writes in a directory is no regular file, or no directory of its own."""
     refuse_irregular((directory / name for name in RUN_FILES), RunError, hint=_LINK_HINT)
     for name in RUN_FOLDERS:
         folder = directory / name

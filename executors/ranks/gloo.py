@@ -60,10 +60,7 @@ def _made(positions: Any, _options: object) -> dist.ProcessGroupGloo:
 
 
 def refuse_unauthenticated_peers(group: dist.ProcessGroupGloo, store: Store, rank: int, size: int) -> None:
-    """Raise unless a process that can read the group's store is behind every connection of a new group.
-
-    Raises RunError if not.
-    """
+    """Raise RunError unless a process that can read the group's store is behind every connection of a new group."""
     if rank == 0:
         store.set(_SECRET_KEY, os.urandom(_SECRET_BYTES).hex())
     secret = store.get(_SECRET_KEY)

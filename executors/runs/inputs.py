@@ -106,8 +106,6 @@ def _check_tokenizer_files(directory: Path) -> None:
 
     What ``tokenizer.json`` holds is a program of a kind: patterns and replacements. It is tried in a process of its own, which
     a pattern or a replacement that multiplies without end cannot leave with this one's memory or time.
-
-    Raises ModelError.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (directory / name).is_file():
