@@ -104,7 +104,6 @@ class MemoryShortage:
     ----------
     name : str
         ``"host memory"``, ``"pinned memory"`` or ``"shared memory"``.
-    message, hint : str
     severity : {"error", "warning"}
         A warning may turn out harmless.
     """

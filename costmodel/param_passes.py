@@ -280,7 +280,6 @@ def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> W
 
     Parameters
     ----------
-    outputs, inputs : int
     rank : int
         Of the increment that was open.
     closed_rank : int

@@ -79,7 +79,6 @@ class Score:
 
     Attributes
     ----------
-    name : str
     num_rows, num_blank : int
         Rows that count, and those of them without a prediction.
     errors : tuple of float

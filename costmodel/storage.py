@@ -35,7 +35,6 @@ class DenseStorage:
 
     Attributes
     ----------
-    dtype : str
     distribution : str
         Of perturbations.
     quant_config : QuantConfig or None
@@ -272,7 +271,6 @@ class QuantizedStorage(DenseStorage):
 
         Parameters
         ----------
-        work : Work
         param_groups : sequence of ParamGroup
             The segment's.
         has_side_path : bool

@@ -122,7 +122,6 @@ class MachineBuilder:
 
         Parameters
         ----------
-        description : str, optional
         state_memory : str, optional
             How a user states the host's memory where it is assumed; the importers' options if left out.
 

@@ -58,8 +58,6 @@ class FigureChange:
 
     Attributes
     ----------
-    targets : frozenset of str
-        Ids of nodes or of links.
     quantity : str
         See :data:`Quantity`.
     by : callable
@@ -178,7 +176,6 @@ def changed(topology: Topology, changes: Sequence[str] = (), drop: Sequence[str]
 
     Parameters
     ----------
-    topology : Topology
     changes : sequence of str
         ``TARGET.QUANTITY=VALUE``: the id of a node or link, the name of a device or of a kind of link, or a type of node or
         technology of link; a :data:`Quantity`; a factor such as ``0.5x``, or a value such as ``8 GB/s``.

@@ -27,8 +27,6 @@ def save_checksummed(
     ----------
     what : str
         What messages call the file, such as ``"profile"``.
-    error : type of ZosimError
-        Raised if the file cannot be written.
     """
     try:
         Path(path).write_text(json.dumps(with_digest(content), indent=1) + "\n", encoding="utf-8")

@@ -17,7 +17,6 @@ def cluster(topology: Topology, num_hosts: int, *, name: str | None = None) -> T
     ----------
     topology : Topology
         A single host, with a network node if there is to be more than one.
-    num_hosts : int
     name : str, optional
         By default the machine's name and the number of hosts.
 

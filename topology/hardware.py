@@ -67,7 +67,6 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
 
     Parameters
     ----------
-    gpu : DeviceSpec
     count : int
         GPUs of one host. Two are joined by all of their NVLinks, more by a switch.
     """

@@ -49,7 +49,6 @@ class Instance(FrozenModel):
         GPUs below one PCIe switch; 0 where each has a root of its own.
     cores, host_cores : int
         Cores that are let, of those of the whole host; all if left out.
-    memory : str
     channels, rate : int
         Memory channels of a socket, and their megatransfers a second.
     assumed : tuple of str

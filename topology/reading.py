@@ -94,15 +94,8 @@ def read_bytes(
 
     Parameters
     ----------
-    path : path
-    what : str
-        What the file should be, such as ``"plan"``.
-    error : type
-        Raised with a message that names the file.
     hint : str, optional
         How to make such a file.
-    max_bytes : int
-        Larger files are refused.
 
     Raises
     ------

@@ -34,8 +34,6 @@ class LinkRing:
 
     Attributes
     ----------
-    gpu_ids : tuple of str
-        In the order visited.
     link_ids : tuple of str
         The link from each GPU to the next, one of its physical links.
     bandwidth_bytes_per_s : float
@@ -107,12 +105,6 @@ class _SharedWire:
 
 def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
     """Return the set of edge-disjoint rings of NVLinks among GPUs that has the largest bandwidth.
-
-    Parameters
-    ----------
-    topology : Topology
-    gpu_ids : sequence of str
-        Two at least, each once.
 
     Raises
     ------

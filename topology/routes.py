@@ -113,16 +113,7 @@ class _Length(tuple[float, int, tuple[str, ...]]):
 
 
 class Routes:
-    """Routes in the graph of one topology, each found once, and the resources that they take.
-
-    Parameters
-    ----------
-    graph : networkx.MultiGraph
-        :attr:`topology.graph.Topology.graph`.
-    links : sequence of Link
-        Its edges, in file order.
-    measured : iterable of MeasuredBandwidth
-    """
+    """Routes in the graph of one topology, each found once, and the resources that they take."""
 
     def __init__(
         self, graph: nx.MultiGraph[str], links: Sequence[Link], measured: Iterable[MeasuredBandwidth]

@@ -81,8 +81,6 @@ def parse_quantity(text: str, dimension: Dimension) -> float:
 
     Parameters
     ----------
-    text : str
-        A number and a unit of the given dimension.
     dimension : Dimension
         What is expected: bytes, bandwidth (B/s), time (s), compute (flop/s), power (W), frequency (Hz),
         transfer_rate (transfers/s), count or ratio.

@@ -34,10 +34,6 @@ class RuleError(ValueError):
 
     Parameters
     ----------
-    message : str
-        What is wrong, naming the thing and showing the value.
-    hint : str, optional
-        What to do about it.
     location : tuple of str and int, optional
         Where inside the validated thing it stands, so that its line can be told.
     """
@@ -60,10 +56,8 @@ def without_removed(
 
     Parameters
     ----------
-    fields : mapping
     what : str
         What they are fields of, for messages.
-    error : type of ZosimError
     names : mapping
         Removed fields, and the value that says what holds now without them.
     values : mapping
@@ -113,9 +107,6 @@ def readable(
 
     Parameters
     ----------
-    what : str
-        The thing that is validated, such as ``"plan.json"``.
-    cls : type of ZosimError
     locate : callable, optional
         Turns a location into words, such as ``"line 12"``.
     model : type, optional

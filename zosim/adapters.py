@@ -103,7 +103,6 @@ def adapters_of(
 
     Parameters
     ----------
-    settings : AdapterSettings
     recorded : mapping, optional
         ``lora`` and ``prefix`` of a run that is gone on with.
     seed : int

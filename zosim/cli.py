@@ -98,14 +98,7 @@ class CommandGroup(Group):
 
 
 def misuse(error: Any, path: str) -> ZosimError:
-    """Return what is wrong with a command line, with where to look it up.
-
-    Parameters
-    ----------
-    error : UsageError
-    path : str
-        Command that was called, unless the error knows.
-    """
+    """Return what is wrong with a command line, with where to look it up."""
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
         raise error
     path = path if error.ctx is None else error.ctx.command_path

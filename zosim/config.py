@@ -140,14 +140,12 @@ class PlanConfig(Section):
 
     Attributes
     ----------
-    model : ModelSpec or None
     batch : int
         Sequences per step over all ranks.
     seq : int or None
         Tokens per sequence, padding included; None for the longest line of the data, or :data:`USUAL_SEQ` without data.
     placement : Placement or None
         A config that has one leaves nothing to the planner.
-    search : Search
     """
 
     heading = "Model and data"

@@ -47,10 +47,6 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
 
     Parameters
     ----------
-    data : Any
-        The result: a pydantic model, a dataclass, or what JSON knows, nested at will.
-    json : bool
-        Whether the user asked for ``--json``. If so, `data` is printed as one indented JSON document.
     text : renderable, optional
         What people see: a string or a rich table. By default the JSON document, too.
     """

@@ -20,12 +20,8 @@ class DocumentType:
 
     Attributes
     ----------
-    name : str
-        Such as ``"plan"``.
     version, oldest : int
         The newest and the oldest that can be read.
-    error : type
-        Raised where a file is none.
     make : str
         How to make such a file, for a path that is empty.
     """

@@ -26,7 +26,6 @@ class EvalPoint:
 
     Attributes
     ----------
-    perturbation : int
     sign : int
         1 or -1; 0 for the unperturbed weights, :data:`BASE`.
 

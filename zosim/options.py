@@ -169,10 +169,8 @@ class ConfigOption:
         Where the section lies in the tree.
     section_type : type
         Class of the section.
-    setting : Setting
     field : SettingField or None
         None for an option that names all fields of its section.
-    flag : str
     """
 
     path: tuple[str, ...]
@@ -278,8 +276,6 @@ def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str]
 
     Parameters
     ----------
-    tree : type
-    settings : dict
     only : collection of str
         The names that there are; by default all of the tree.
 

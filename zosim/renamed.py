@@ -108,7 +108,6 @@ def in_present_names(settings: dict[str, Any], known: Collection[str], stackleve
 
     Parameters
     ----------
-    settings : dict
     known : collection of str
         Keywords that the function has.
     stacklevel : int

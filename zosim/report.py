@@ -68,9 +68,6 @@ class Table:
         Headings, with their units.
     rows : iterable of sequence
         Cells, one for each column, shown as they are; a ``rich.text.Text`` brings its own style.
-    title : str, optional
-    numeric : collection of str
-        Headings whose cells are aligned to the right.
     """
 
     def __init__(
@@ -211,8 +208,6 @@ class Report:
 
     Parameters
     ----------
-    title : str
-        Heading; empty where none is needed.
     parts
         What there is to say, in order. Empty strings, lists and tables without rows are left out.
     """

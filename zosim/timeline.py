@@ -53,20 +53,10 @@ class Span:
 
     Attributes
     ----------
-    rank : int
     phase : str
         ``prologue``, ``step`` or ``flush``.
     step : int
         Number of the step from 0; the prologue's is 0, the flush's is one past the last.
-    instruction : str
-        Id of the instruction in its phase.
-    stream : Stream
-    label : str
-        Name under which time is reported, the instruction's own.
-    segment : str
-        Segment that it serves.
-    start_s, end_s : float
-        Seconds since the beginning of the run.
     limiter : str
         What a prediction says that its duration is limited by, such as ``dram``; empty where measured.
     size_bytes : int
@@ -103,11 +93,8 @@ class MemorySample:
 
     Attributes
     ----------
-    rank : int
-    space : Space
     role : str
         What it is for: ``weights``, ``staging buffers``, ``perturbations``, ``workspace`` ...
-    time_s : float
     size_bytes : int
         All that the role takes now, not the change.
     """

@@ -36,7 +36,6 @@ class Architecture:
 
     Attributes
     ----------
-    name : str
     names : str
         Pattern of the products' names.
     float32_per_clock : int

@@ -116,7 +116,6 @@ class Communicator:
 
     Attributes
     ----------
-    num_ranks, num_hosts : int
     wire : {"nvlink", "pcie"}
         What joins the GPUs of a host.
     generation : str

@@ -72,15 +72,10 @@ class Quote(FrozenModel):
     ----------
     value, low, high : float
         The figure and its interval; `low` and `high` are `value` if left out.
-    source : str
-        A link, or what it was put together from.
-    date : datetime.date
-        When the source was read.
     of : datetime.date or None
         The day that the figure is of, where the source says so.
     basis : str
         What kind of knowledge it is; ``assumed`` means that no source states it.
-    note : str or None
     """
 
     value: Positive
@@ -126,7 +121,6 @@ class Rent(Quote):
     ----------
     per : {"device", "machine"}
         Whether single devices are rented, each with its share of the host, or only the whole machine.
-    term : {"on-demand", "reserved", "spot"}
     provider, region : str or None
         Who lets it, and where; None where the figure is of several.
     """
@@ -190,7 +184,6 @@ class PriceTable(FrozenModel):
         When the table was put together.
     currency : str
         Three capital letters; every price of the table is in it.
-    electricity_per_kwh : Quote
     power_usage_effectiveness : Quote
         Site power over the machine's own.
     load, idle : ShareQuote
@@ -267,7 +260,6 @@ class JobCost:
 
     Attributes
     ----------
-    payment : {"rent", "own"}
     hours, money, energy_kwh : Range
         Money includes electricity only where the machine is owned: who rents does not get that bill.
     outlay : Range or None
@@ -307,15 +299,8 @@ def job_costs(
 
     Parameters
     ----------
-    table : PriceTable
-    name : str
-        The machine's name in the table.
-    topology : Topology
-        The machine.
     num_devices : int
         Compute devices that the job uses, of those that the machine has.
-    hours : Range
-        How long it takes.
     num_rented : int, optional
         Devices that are paid for where single ones are let; by default those that are used.
 

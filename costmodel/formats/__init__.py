@@ -164,8 +164,6 @@ def default_dtype(checkpoint: StorageFormat | None, device: DeviceSpec) -> tuple
     ----------
     checkpoint : str or None
         Format of the weights in the model's files.
-    device : DeviceSpec
-        What the forwards run on.
 
     Examples
     --------

@@ -108,8 +108,6 @@ class CodecProfile:
 
     Attributes
     ----------
-    source : str
-        Where and when it was measured.
     seconds : mapping of str to float
         By constant, see :data:`CodecWork`.
     """

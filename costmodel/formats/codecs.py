@@ -283,8 +283,6 @@ def message_bytes(
 
     Parameters
     ----------
-    spec : CodecSpec
-    shape : sequence of int
     element_bytes : int
         Of the tensor's format.
     stats : SymbolStatistics, optional

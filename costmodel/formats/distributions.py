@@ -39,13 +39,10 @@ class Distribution:
 
     Attributes
     ----------
-    name : str
     sampling_class : str
         What an element costs like.
     mean : float
         Expectation of an element.
-    second_moment : float
-        Expectation of an element's square.
     is_sign : bool
         Whether every element is 1 or -1.
     partial_moments : callable or None

@@ -234,8 +234,6 @@ def quantized_forward_work(
         Of the forward with plain weights, with a product for each linear layer.
     linears : sequence of (int, int)
         Those that are quantized.
-    quant_config : QuantConfig
-    kernel : {"int_mm", "scaled_mm", "dequantize"}
     are_inputs_quantized : bool
         Whether inputs are rounded to a byte before they are multiplied.
     has_side_path : bool
@@ -384,8 +382,6 @@ def quantized_sampling_work(
 
     Parameters
     ----------
-    num_elements, num_tensors : int
-    is_sign : bool
     perturbation_format : str
         That quantized values are kept in.
     sparse : sequence of (int, int)

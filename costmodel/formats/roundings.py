@@ -112,8 +112,6 @@ class RoundedPerturbation:
 
     Attributes
     ----------
-    distribution : str
-        Of the elements before.
     bits : int
         2 to 8.
     sparsity : float

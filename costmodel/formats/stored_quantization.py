@@ -94,13 +94,6 @@ class StoredQuantization(BaseModel):
 def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantization | None:
     """Return how the weights of a model are kept quantized; None where they are numbers.
 
-    Parameters
-    ----------
-    config : mapping
-        Fields of the model's ``config.json``.
-    source : str
-        Where they were read, for messages.
-
     Raises
     ------
     ModelError

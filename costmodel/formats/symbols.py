@@ -55,10 +55,8 @@ class SymbolStatistics:
 
     Attributes
     ----------
-    num_elements : int
     num_columns : int
         Length of the last dimension.
-    bits : int
     num_kept : int
         Elements whose symbol is not the background, ``k``.
     histogram : tuple of int, optional
@@ -164,9 +162,6 @@ def boundary_statistics(
 
     Parameters
     ----------
-    known : BoundarySymbols or None
-    shape : sequence of int
-    bits : int
     has_side_path : bool
         Whether it is the residual stream beside an activation.
     """

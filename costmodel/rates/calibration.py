@@ -104,7 +104,6 @@ def fit_profile(
 
     Parameters
     ----------
-    measurements : sequence of Measurement
     base_profile : Profile
         Where the fit starts, and what it falls back on. Its intervals are the prior.
     statistic : {"median", "fastest"}

@@ -100,7 +100,6 @@ def most_probable(
 
     Parameters
     ----------
-    prior : Prior
     residuals, jacobian : callable
         From constants to the residuals of data, and to their derivatives; without the latter they are differences.
     weights : array or float

@@ -21,13 +21,10 @@ class Measurement:
     ----------
     name : str
         What was done. Its first word is its operation, by which reports are grouped.
-    work : Work
-        What it counts as.
     seconds : float
         Median duration; what the fit explains.
     fastest_s : float
         Shortest duration seen.
-    num_samples : int
     num_threads : int
         Threads of the kernels; those of the profile that is fitted.
     direction : {"h2d", "d2h"}

@@ -286,8 +286,6 @@ def measure_copy_bandwidth(num_threads: int, cache_bytes: int, memory_bytes: int
 
     Parameters
     ----------
-    num_threads : int
-        Threads that copy, each its own buffer.
     cache_bytes : int
         Last-level cache; the buffers are four times as large where memory allows.
     memory_bytes : int

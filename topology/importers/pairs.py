@@ -29,8 +29,6 @@ def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mappi
 
     Parameters
     ----------
-    builder : MachineBuilder
-        Gets the nodes and links; the NUMA domains exist.
     levels : mapping of pair of ids to str
         PIX, PXB or PHB per pair; other codes do not place a device below a common root.
 

@@ -105,14 +105,8 @@ def link_above(
 
     Parameters
     ----------
-    builder : MachineBuilder
-        Gets a note where the link is unknown, or not believed.
-    name : str
-        The device, for the note.
     reported : LinkType or None
         As its file says.
-    gpu : DeviceSpec, optional
-        What the device is, if it is a GPU.
     below : sequence of LinkType
         Of the devices and bridges below it, if it is a bridge.
     vendor : int, optional

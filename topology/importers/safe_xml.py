@@ -18,15 +18,6 @@ _HWLOC_DOCTYPE = re.compile(r'<!DOCTYPE\s+topology\s+SYSTEM\s+"hwloc2?\.dtd"\s*>
 def parse_xml(path: str | Path, root_tag: str, tool: str) -> ET.Element:
     """Root element of a small XML file without DTD or entities.
 
-    Parameters
-    ----------
-    path : str or Path
-        The file.
-    root_tag : str
-        What its root must be called.
-    tool : str
-        Who writes such files, for messages.
-
     Raises
     ------
     TopologyError

@@ -46,8 +46,6 @@ class TopoMatrix:
 
     Attributes
     ----------
-    devices : tuple of str
-        Names of rows, GPUs and adapters.
     levels : mapping of pair to str
         PIX, PXB, PHB, NODE or SYS; pairs joined by NVLink are missing.
     nvlinks : mapping of (name, name) to int

@@ -35,7 +35,6 @@ class ComparedLine:
 
     Attributes
     ----------
-    name : str
     predicted_s, measured_s : float or None
         Medians over the periodic steps of its seconds per step; None where the timeline does not have it.
     contribution_s : float
@@ -75,7 +74,6 @@ class AtSlowdown:
     ----------
     slower : float
         By which part of its time work takes longer than the profile says; negative where it takes less.
-    step_s : float
     """
 
     slower: float
@@ -218,11 +216,6 @@ def compare(
 
     Parameters
     ----------
-    predicted, measured : Timeline
-    program : Program
-        The program that both are of.
-    rank : int
-    at_slowdown : AtSlowdown, optional
     planned_tokens : float, optional
         Tokens of a step's batch as it is planned.
     is_calibrated : bool

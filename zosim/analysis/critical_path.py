@@ -37,16 +37,11 @@ class PathSegment:
 
     Attributes
     ----------
-    start_s, end_s : float
     label : str
         The instruction's label; ``dispatch`` for a gap before it although all that it waits for was done,
         ``wait`` for a gap whose cause lies outside of the spans.
     instruction : str
         Instruction that runs, or that the gap stands before.
-    step : int
-    stream : Stream
-    segment : str
-    limiter : str
     """
 
     start_s: float
@@ -75,8 +70,6 @@ class CriticalPath:
 
     Attributes
     ----------
-    rank : int
-    segments : tuple of PathSegment
     num_steps : int
         Steps that the interval spans.
     """
@@ -116,10 +109,8 @@ class Bottleneck:
     ----------
     description : str
         Such as ``upload over pcie`` or ``forward (matmul)``.
-    label, limiter : str
     share : float
         Part of the path's time, 0 to 1.
-    seconds_per_step : float
     """
 
     description: str

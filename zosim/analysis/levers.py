@@ -26,17 +26,10 @@ class Lever:
 
     Attributes
     ----------
-    type : str
-    name : str
-        The figure in words.
-    now : str
-        Its value in words.
     value : float
         The same in `unit`, an SI unit.
-    unit : str
     targets : frozenset of str
         The nodes or links that have it.
-    quantity : str
     """
 
     type: LeverType
@@ -59,9 +52,6 @@ def levers(
 
     Parameters
     ----------
-    topology : Topology
-    devices : sequence of str
-        Node of each rank.
     to_derive : bool
         Whether latencies of links are among them, and compute rates grow with the power that sustains them; money buys neither.
     each : bool

@@ -54,15 +54,12 @@ class Chart:
     ----------
     root : str
         Id of the page's element that it stands in.
-    title : str
-    across_name : str
     across, unit : str
         Units of the axes: ``s``, ``bytes`` or empty.
     names, colours : tuple of str
         Of each line.
     columns : tuple of tuple
         Positions on the axis, then the values of each line; None where a line has none.
-    stacked : bool
     """
 
     root: str
@@ -228,7 +225,6 @@ def topology_svg(topology: Topology, busy: Mapping[str, float]) -> str:
 
     Parameters
     ----------
-    topology : Topology
     busy : mapping of str to float
         Share of a step's time for which each resource is busy, by its id.
     """

@@ -39,7 +39,6 @@ def score_table(
 
     Parameters
     ----------
-    scores : iterable of Score
     head : str
         Heading of their names.
     goals : mapping of str to (float, float), optional
@@ -49,7 +48,6 @@ def score_table(
         Further columns: by heading, a text for each name of a score.
     digits : int
         Behind the point.
-    title : str, optional
     """
     others = more or {}
     columns = (head, *SCORE_COLUMNS, *(() if goals is None else _GOAL_COLUMNS), *others)
@@ -107,8 +105,6 @@ def rows_table(
         Rows, or what `row_of` makes a row of.
     more : mapping of str to callable, optional
         Of an item, what stands in a further column.
-    row_of : callable
-    title : str, optional
 
     Examples
     --------

@@ -82,11 +82,6 @@ def second_half_s(last_s: float, middle_s: float) -> float:
 class Recurrence:
     """Positions of a run (prologue, steps, flush), evaluated one after the other.
 
-    Parameters
-    ----------
-    world : World
-    num_steps : int
-
     Raises
     ------
     ProgramError

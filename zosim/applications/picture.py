@@ -30,11 +30,6 @@ _LEAST_IN_LEGEND = 1e-3
 def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
     """Draw a periodic step of a timeline into an SVG, PNG or PDF file, and return its path.
 
-    Parameters
-    ----------
-    timeline : Timeline
-    path : path
-
     Raises
     ------
     TimelineError
@@ -100,11 +95,6 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
 
 def draw_front(front: Sequence[Candidate], path: str | Path) -> Path:
     """Draw a Pareto front into an SVG, PNG or PDF file, and return its path: step time over device memory, host memory as area.
-
-    Parameters
-    ----------
-    front : sequence of Candidate
-    path : path
 
     Raises
     ------

@@ -41,14 +41,9 @@ def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decay
 
     Parameters
     ----------
-    program : Program
-        What one rank of `plan` is lowered to.
-    plan : Plan
     prefetches : bool
         Whether a block is uploaded while the one before it computes, behind that one's launches. Off, every upload
         waits for what was listed on the compute stream before it.
-    decays : bool
-        Whether an update has weight decay.
     """
     writer = _Writer(plan, decays=decays)
     step = [

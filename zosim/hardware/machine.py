@@ -131,13 +131,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Ring(Hop):
-    """A rank's position in the ring of a group: the path to the next rank, which keeps pace with the slowest hop of the ring.
-
-    Attributes
-    ----------
-    num_ranks : int
-        Of the group.
-    """
+    """A rank's position in the ring of a group: the path to the next rank, which keeps pace with the slowest hop of the ring."""
 
     num_ranks: int = field(kw_only=True)
 

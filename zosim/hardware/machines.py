@@ -42,7 +42,6 @@ def machines_for(
 
     Parameters
     ----------
-    topology : Topology
     devices : sequence of str
         Node of each rank's device. CPU ranks may share one.
     profiles : Profile, or sequence of Profile

@@ -60,7 +60,6 @@ class Profiles:
 
     Attributes
     ----------
-    topology : Topology
     path, num_threads, is_host
         As for :func:`profile_for`.
     before : Topology or None
@@ -145,13 +144,6 @@ def profile_for(
 
     Parameters
     ----------
-    topology : Topology
-    device : str
-        A node of it.
-    path : path, optional
-        A profile to use whatever else there is.
-    num_threads : int, optional
-        Threads of a CPU's kernels.
     is_host : bool
         Whether `topology` is this machine, so that its own calibration may be used if there is one.
 

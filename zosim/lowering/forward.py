@@ -44,10 +44,6 @@ class Forwards(AxisWriter):
     ----------
     rank, listing
         As of :class:`AxisWriter`.
-    perturbations : Perturbations
-    eval_points : EvalPoints
-    boundaries : Boundaries
-    losses : Losses
     """
 
     def __init__(

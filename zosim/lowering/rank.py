@@ -226,14 +226,7 @@ class Listing:
 
 
 class AxisWriter:
-    """Writes what one axis means for a rank's step.
-
-    Parameters
-    ----------
-    rank : Rank
-    listing : Listing
-        What all axes write into.
-    """
+    """Writes what one axis means for a rank's step."""
 
     def __init__(self, rank: Rank, listing: Listing) -> None:
         self._rank = rank

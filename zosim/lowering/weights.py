@@ -59,8 +59,6 @@ class Transition(NamedTuple):
 
     Attributes
     ----------
-    before, eval_point : EvalPoint
-        Where it leads from and to.
     scale : int
         Multiple of the perturbation.
     """
@@ -77,9 +75,6 @@ class EvalPoints(AxisWriter):
     ----------
     rank, listing
         As of :class:`AxisWriter`.
-    homes : Homes
-    perturbations : Perturbations
-    losses : Losses
     """
 
     def __init__(

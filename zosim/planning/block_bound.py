@@ -76,9 +76,6 @@ class BlockBound:
         Of these, what uploads take that nothing lets begin before losses are exchanged.
     computed_s : float
         Seconds of computation in a step until losses are exchanged; infinite where they are not.
-    footprint : Footprint
-    num_instructions : int
-        Of a step.
     """
 
     period_s: float
@@ -372,7 +369,6 @@ class _TwoBlocks:
 
     Parameters
     ----------
-    program : Program
     standing : mapping of str to range
         The blocks that a segment stands for.
     """

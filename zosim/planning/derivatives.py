@@ -29,7 +29,6 @@ class Derivative:
 
     Attributes
     ----------
-    lever : Lever
     step_time_s, device_bytes, host_bytes : float
         Derivatives by the figure, in SI units: seconds, or bytes of the fullest device and host, for each unit of it.
     elasticity : float
@@ -53,7 +52,6 @@ def derivatives(planned: PlannedRun, *, each: bool = False) -> tuple[Derivative,
 
     Parameters
     ----------
-    planned : PlannedRun
     each : bool
         Whether links, devices and memories are looked at one by one, rather than all of one type together.
 
@@ -105,8 +103,6 @@ class NextLimit:
         The figure on which it depends most now, and the one on which it does then.
     factor : float
         How many times as large the first (a latency: as small) has to be for that.
-    step_time_s : float
-        The step then.
     """
 
     first: Lever
@@ -116,14 +112,7 @@ class NextLimit:
 
 
 def next_limit(planned: PlannedRun, known: Sequence[Derivative]) -> NextLimit | None:
-    """Return the limit after the first; None where a step depends on one figure alone.
-
-    Parameters
-    ----------
-    planned : PlannedRun
-    known : sequence of Derivative
-        Those of the plan.
-    """
+    """Return the limit after the first; None where a step depends on one figure alone."""
     rivals = [item.lever for item in known if item.matters][:_NUM_RIVALS]
     if len(rivals) < 2:
         return None

@@ -35,7 +35,6 @@ class DeviceChoice:
 
     Parameters
     ----------
-    topology : Topology
     device_type : str
         GPUs where there are any, or else processors.
     first : str, optional

@@ -25,10 +25,6 @@ class ComparedSide:
 
     Attributes
     ----------
-    name : str
-        Such as ``"predicted A"``.
-    planned : PlannedRun
-        The plan; of a measurement, with the programs that ran.
     measured : Timeline or None
         None for a prediction.
     rank : int or None
@@ -93,7 +89,6 @@ class DifferenceRow:
 
     Attributes
     ----------
-    name : str
     values : tuple of float or None
         One for each side; None where it has no such thing.
     contributions : tuple of float
@@ -107,12 +102,7 @@ class DifferenceRow:
 
 @dataclass(frozen=True, repr=False)
 class Differences:
-    """Sides, and in what they differ. The last one is what the others are held against.
-
-    Attributes
-    ----------
-    sides : tuple of ComparedSide
-    """
+    """Sides, and in what they differ. The last one is what the others are held against."""
 
     sides: tuple[ComparedSide, ...]
 

@@ -76,7 +76,6 @@ class HostFootprint:
     ----------
     host : str
         Its node, or nothing where the plan does not name hosts.
-    ranks : tuple of int
     components : tuple of MemoryComponent
         Buffers by role, those that ranks share counted once; where the devices are CPUs, their memory too.
     disk_bytes : int
@@ -124,7 +123,6 @@ class Footprints:
     ----------
     ranks : tuple of Footprint
         In rank order.
-    hosts : tuple of HostFootprint
     """
 
     ranks: tuple[Footprint, ...]

@@ -18,8 +18,6 @@ class BoundaryTraffic:
 
     Attributes
     ----------
-    split_point : str
-    num_messages : int
     size_bytes : int
         As expected.
     most_bytes : int
@@ -41,7 +39,6 @@ class Pipelining:
     bubbles : tuple of float
         For each stage, the part of the step in which it does nothing, on the first pipeline: neither computes nor draws and
         writes ahead what it computes with.
-    boundaries : tuple of BoundaryTraffic
     num_losses : int
         Evaluation points whose losses all ranks get, once per step.
     """

@@ -45,8 +45,6 @@ class Contention:
 
     Attributes
     ----------
-    resource : str
-    ranks : tuple of int
     share : float
         Part of a step's time for which it would be busy if it served them one after the other.
     """

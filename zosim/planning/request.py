@@ -39,13 +39,8 @@ class Hardware:
 
     Attributes
     ----------
-    topology : Topology
-    name : str
-        How `topology` was named, so that a plan can find it again.
     device : str
         Node that the first rank runs on.
-    profile : Profile
-        What operations cost there.
     profiles : Profiles or None
         What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
     max_ranks : int
@@ -89,16 +84,12 @@ class Hardware:
 
         Parameters
         ----------
-        topology : Topology
-        name : str
         device : str, optional
             Of the first rank; by default the fastest, and a rank may be on every device.
         max_ranks : int, optional
             By default one for every device, or for the one that is named.
         profile : path, optional
             Calibrated rates; by default those of this machine's calibration, or of data sheets.
-        num_threads : int, optional
-            Of a CPU's kernels.
         is_calibrated : bool
             Whether this machine's own calibration counts, not its data sheets alone.
         """

@@ -29,8 +29,6 @@ def resolve(
 
     Parameters
     ----------
-    config : PlanConfig
-        With its model.
     machine : Hardware or callable, optional
         What the planner may use; a callable that returns it is called only where something is open.
     split_options : SplitOptions, optional
@@ -63,9 +61,6 @@ def laid_over(plan: Plan, config: PlanConfig, split_model: SplitModel) -> PlanCo
 
     Parameters
     ----------
-    plan : Plan
-    config : PlanConfig
-        Only fields that are set count; its search does not.
     split_model : callable
         Returns the model with some blocks split inside.
     """
@@ -102,9 +97,6 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
 
     Parameters
     ----------
-    config : PlanConfig
-        With its placement.
-    split_model : callable
     known : Plan, optional
         Whose split points and split blocks stay where they can.
     """

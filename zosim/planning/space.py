@@ -58,8 +58,6 @@ def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterato
 
     Parameters
     ----------
-    request : Request
-    costs : Costs
     is_bounded : bool
         Whether forwards take in all plans what they take in the plainest.
     """

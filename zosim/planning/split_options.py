@@ -42,7 +42,6 @@ class Probed:
 
     Attributes
     ----------
-    split_point : str
     density : float
         Of the first of them, the activation or the hidden state, before any codec.
     symbols : mapping of tuple to TensorSymbols

@@ -99,7 +99,6 @@ class SegmentSeconds:
         For all else in a step: draws, perturbations, updates.
     skip : numpy.ndarray
         For passing over its perturbations, as a later stage does; 0 where none has to.
-    weight_bytes : numpy.ndarray
     """
 
     forward: Seconds
@@ -234,8 +233,6 @@ class Ranking:
 
     Parameters
     ----------
-    pipeline : PlacedPipeline
-    split_options : SplitOptions
     costs : Costs, optional
         Shared among sites of one model.
     """

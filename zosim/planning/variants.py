@@ -67,7 +67,6 @@ class Variant:
 
     Attributes
     ----------
-    axes : mapping of str to Axis
     relaxed : int or None
         Number of a variant, before this one, that waits for less and so is at least as fast, in more device memory.
     """

@@ -113,12 +113,7 @@ def simulation_view(planned: PlannedRun) -> Report:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """What two plans are predicted to do, side by side.
-
-    Attributes
-    ----------
-    first, second : PlannedRun
-    """
+    """What two plans are predicted to do, side by side."""
 
     first: PlannedRun
     second: PlannedRun

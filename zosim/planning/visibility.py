@@ -28,7 +28,6 @@ def least_epsilon(codec: CodecSpec, *, residual: bool) -> float:
 
     Parameters
     ----------
-    codec : CodecSpec
     residual : bool
         Whether the hidden state goes through it; else an MLP's activation alone.
 

@@ -47,10 +47,6 @@ class Setting:
 
     Attributes
     ----------
-    flag : str
-        Option of ``zosim plan`` and ``zosim run``; "" for a field that the command line does not name.
-    help : str
-        What it is, as the help page says it.
     changes : str
         See :data:`Changes`.
     planned : bool
@@ -141,12 +137,10 @@ class SettingField:
 
     Attributes
     ----------
-    name : str
     annotation : object
         Its type, constraints included, of which the setting is left out.
     default : object
         ``...`` where it has none.
-    setting : Setting
     """
 
     name: str

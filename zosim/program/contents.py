@@ -32,7 +32,6 @@ class ParamGroupWeights:
 
     Attributes
     ----------
-    param_group : str
     eval_point : EvalPoint
         Where they have been perturbed to.
     updated_to : int or None
@@ -67,8 +66,6 @@ class Perturbation:
 
     Attributes
     ----------
-    param_group : str
-    perturbation : int
     is_scaled : bool
         Whether it is kept as ``z·ε``, rounded: good for perturbations alone.
     rounding : int
@@ -151,7 +148,6 @@ class Loss:
 
     Attributes
     ----------
-    eval_point : EvalPoint
     is_own : bool
         Whether it is that of one rank's sequences, with the number of labels that it is the mean over.
     """

@@ -49,8 +49,6 @@ class Buffer:
 
     Attributes
     ----------
-    name : str
-    space : Space
     size_bytes : int
         Capacity.
     role : str
@@ -81,7 +79,6 @@ class Access:
 
     Attributes
     ----------
-    buffer : str
     what : Contents
         One of :mod:`zosim.program.contents`, which files have as text: ``block.3@q0+``, ``z:block.3@q0``, ``loss@q0-``.
     step : int or None
@@ -138,8 +135,6 @@ class Dependency:
 
     Attributes
     ----------
-    instruction : str
-    distance : int
     process_group : str
         Empty for an instruction of this rank. Otherwise a process group, on whose *other* members it must have finished.
     """
@@ -155,18 +150,10 @@ class Instruction:
 
     Attributes
     ----------
-    id : str
-        Unique in its phase.
-    op : Operation
-    stream : Stream
     label : str
         Span name under which time is reported: ``upload``, ``forward``, ``perturb``, ``restore`` ...
-    segment : str
-        Segment that it serves.
-    after : tuple of Dependency
     reads, writes : tuple of Access
         An operand changed in place stands in both.
-    work : Work
     """
 
     id: str

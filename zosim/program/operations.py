@@ -55,10 +55,8 @@ class Sample:
 
     Attributes
     ----------
-    param_group : str
     step : int
         Step whose seed is used, relative to this one (-1 for a delayed update).
-    perturbation : int
     keep : str
         ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"factors"`` keeps ``U`` and ``V``
         without their product; ``"none"`` skips the group's numbers.
@@ -67,7 +65,6 @@ class Sample:
         that after the previous group in turn; none: the step's seed starts the sequence). Such a sampling writes the
         state before the group, for sampling again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
         ``"counter"``: keyed by (seed, step, perturbation, parameter), no state.
-    distribution : str
     bits : int
         Width of the quantized values that the perturbation is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
     rounding : int
@@ -119,8 +116,6 @@ class Update:
 
     Attributes
     ----------
-    param_group : str
-    step, perturbation : int
     divisor : float
         What ``g`` is divided by before.
     """
@@ -138,7 +133,6 @@ class Forward:
 
     Attributes
     ----------
-    segment : str
     eval_point : EvalPoint
         Files have it as ``"q0+"``, ``"q0-"`` ... or ``"base"``.
     gather : tuple of str
@@ -194,7 +188,6 @@ class Scalar:
         with the labels that each is the mean over, side by side. ``"mean_loss"`` turns the packed losses of all ranks
         into one loss per point: the mean over all labels, ``Σ lᵢ·nᵢ / Σ nᵢ`` in float64 and in rank order; the loss of a
         point that one rank alone forwarded stays what it is.
-    perturbation : int
     """
 
     function: Literal["projected_gradient", "pack_losses", "mean_loss"]
@@ -213,7 +206,6 @@ class Collective:
         into the whole range; any other is gathered into a range as many times as long. ``"all_reduce"``: the n-th write
         holds the sum of all members' n-th reads (first-order gradients; simulated only). ``"reduce_scatter"``: the first
         write holds this member's share of the sum of all first reads (simulated only).
-    process_group : str
     """
 
     function: CollectiveName
@@ -253,7 +245,6 @@ class Send:
 
     Attributes
     ----------
-    process_group : str
     offset : int
         Position of the other member in the group, less this one's.
     """

@@ -20,8 +20,6 @@ class ProgramSet(Document):
 
     Attributes
     ----------
-    programs : tuple of Program
-        One per role.
     roles : tuple of int
         Role of each rank, an index into `programs`.
     process_groups : mapping of str to tuple of tuple of int

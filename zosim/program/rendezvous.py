@@ -24,7 +24,6 @@ class Pair:
 
     Attributes
     ----------
-    roles, ranks : tuple of int
     offsets : mapping of str to int
         Groups in which the two are together, with the position of the second less that of the first.
     """

@@ -78,10 +78,8 @@ class Listed:
     ----------
     index : int
         Its place in the list.
-    phase : str
     step : int
         Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
-    instruction : Instruction
     after : tuple of int
         Indices of this rank's instructions that it waits for, its predecessor on its stream not among them.
     after_peers : tuple of (str, int)
@@ -101,7 +99,6 @@ class Rendezvous(NamedTuple):
 
     Attributes
     ----------
-    process_group : str
     offset : int
         Of a message, the receiver's position in the group less the sender's; 0 for a collective, in which all meet.
     number : int
@@ -135,7 +132,6 @@ class Channel(NamedTuple):
 
     Attributes
     ----------
-    process_group : str
     offset : int
         Of messages, the receiver's position in the group less the sender's; 0 of collectives, in which all meet.
     sends : bool
@@ -172,8 +168,6 @@ class StepGraph:
 
     Parameters
     ----------
-    program : Program
-    num_steps : int
     host_takes_time : bool
         Whether the host's work before the first computation of a step is a node of its own, the last of the step's.
 

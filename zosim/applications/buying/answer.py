@@ -48,15 +48,8 @@ class Answer:
 
     Attributes
     ----------
-    market : Market
     offers : tuple of Offer
         Best first.
-    refused : tuple of Refusal
-        Machines that are no offer.
-    limiters : tuple of str
-        What limits each offer.
-    explained : tuple of (Offer, tuple of Effect, tuple of MemoryThreshold)
-        What would change the first of them.
     lacking : tuple of str
         Where nothing stays within the limits, what would let something in.
     num_examples : int or None

@@ -26,12 +26,8 @@ class Floor:
 
     Attributes
     ----------
-    step_s : float
-        Seconds of a step, at least.
     missing_bytes : float
         Memory that lacks for the weights alone; 0 where they fit.
-    missing : str
-        The same in words; empty where they fit.
     """
 
     step_s: float

@@ -38,7 +38,6 @@ class Job:
     ----------
     config : PlanConfig
         What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
-    num_steps : int
     split_options : SplitOptions
         Where stages may split the model; by default between blocks alone.
     """
@@ -101,8 +100,6 @@ class PricedMachine:
         Every placement that was bounded, those that fit first, fastest first.
     step_s : Range
         Of the best that fits, from the closed form or simulated.
-    prediction : Prediction or None
-        If it was simulated.
     """
 
     name: str

@@ -59,15 +59,7 @@ class BuyerLimits:
 
 @dataclass(frozen=True)
 class Offer:
-    """A way to get a job done.
-
-    Attributes
-    ----------
-    machine : PricedMachine
-    cost : JobCost
-    verdict : {"yes", "perhaps", "no"}
-        Whether it stays within budget and deadline.
-    """
+    """A way to get a job done."""
 
     machine: PricedMachine
     cost: JobCost
@@ -90,12 +82,8 @@ class MachineOption:
 
     Attributes
     ----------
-    name : str
     topology : Topology
         What the job has of the machine.
-    num_devices : int
-        To use at most.
-    payments : tuple of {"rent", "own"}
     """
 
     name: str
@@ -112,7 +100,6 @@ class Need:
     ----------
     cause : {"memory", "hours", "money", "way", "plan"}
         ``way``: it cannot be paid for as asked; ``plan``: the planner finds a contradiction.
-    description : str
     least : float
         Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
     """
@@ -128,8 +115,6 @@ class Refusal:
 
     Attributes
     ----------
-    name : str
-    num_devices : int
     needs : tuple of Need
         Every reason, the first one first.
     remedy : str
@@ -167,10 +152,6 @@ class Market:
 
     Attributes
     ----------
-    job : Job
-    prices : PriceTable
-    limits : BuyerLimits
-    by : {"money", "hours", "energy"}
     pay : {"rent", "own", "on-demand", "reserved", "spot"} or None
         The only way in which machines may be paid for; by default any.
     """

@@ -27,8 +27,6 @@ class OfferSearch:
 
     Parameters
     ----------
-    market : Market
-    machines : iterable of (str, Topology)
     counts : sequence of int
         Devices to use at most; larger numbers than a machine has mean all of it.
     num_listed : int

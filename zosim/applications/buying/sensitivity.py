@@ -35,13 +35,10 @@ class Change:
 
     Attributes
     ----------
-    factor : float
     times : float or None
         How many times as long a step then takes; None if nothing fits any more.
     placement : str
         The best placement then, if it is another one.
-    is_first : bool
-        Whether the offer is then the best of all.
     """
 
     factor: float
@@ -61,8 +58,6 @@ class Effect:
 
     Attributes
     ----------
-    figure, now : str
-    doubled, halved : Change
     changes_answer : bool
         Whether the offer becomes the best when the figure is doubled, or ceases to be when it is halved.
     """
@@ -82,8 +77,6 @@ class MemoryThreshold:
     ----------
     where : str
         ``device`` or ``host``.
-    needed_bytes : int
-    placement : str
     times : float
         How many times as long its step takes, at least.
     """
@@ -128,16 +121,7 @@ def limiter(job: Job, machine: PricedMachine) -> str:
 
 
 def effects(market: Market, offer: Offer, offers: Sequence[Offer]) -> tuple[Effect, ...]:
-    """Return what each figure of an offer's machine decides, those that decide most first.
-
-    Parameters
-    ----------
-    market : Market
-    offer : Offer
-        One of `offers`.
-    offers : sequence of Offer
-        All of them, best first.
-    """
+    """Return what each figure of an offer's machine decides, those that decide most first."""
     rivals = [other for other in offers if other.machine.name != offer.machine.name]
     best = min((market.key(other) for other in rivals), default=None)
     was_first = best is None or market.key(offer) <= best

@@ -26,15 +26,7 @@ _WORDS: dict[Cause, str] = {
 
 
 def shortfall(search: OfferSearch, machines: Mapping[str, Topology]) -> tuple[str, ...]:
-    """Return in words that nothing stays within the limits and what would; empty where something does.
-
-    Parameters
-    ----------
-    search : OfferSearch
-        That has run.
-    machines : mapping of str to Topology
-        By name, those that were asked for.
-    """
+    """Return in words that nothing stays within the limits and what would; empty where something does."""
     if any(offer.verdict != "no" for offer in search.planned):
         return ()
     counts = Counter(item.cause for item in _all_kept_out(search))

@@ -60,10 +60,8 @@ class Predicted(FrozenModel):
 
     Attributes
     ----------
-    step_time_s, low_s, high_s : float
     device_bytes, host_bytes : int
         Of the fullest device and host.
-    bottleneck : str
     """
 
     step_time_s: float = Field(gt=0)
@@ -94,7 +92,6 @@ class MeasuredRun(FrozenModel):
     ----------
     step_time_s : float
         Median of the periodic steps.
-    num_periodic_steps : int
     device_bytes, host_bytes : int
         Peaks of the first rank.
     tokens_per_s : float, optional
@@ -128,20 +125,8 @@ class Evidence(FrozenModel):
     ----------
     versions : mapping of str to str
         Of zosim, Python, torch and the like, and what bits and rates depend on.
-    num_threads : int
-        Threads of the kernels.
-    topology : Topology
-    profile : Profile
-        What operations were taken to cost on every rank's device.
-    plan : Plan
-    programs : mapping
-        What the ranks ran, as :class:`ProgramSet` writes it.
     is_edited : bool
         Whether these are other programs than the plan was lowered to by the zosim that made the file.
-    prediction : Predicted
-    measurement : MeasuredRun
-    timeline : Timeline
-        The measured spans.
     """
 
     format: Literal["zosim-evidence"] = EVIDENCE_FORMAT
@@ -306,13 +291,6 @@ def _programs_belong(evidence: Evidence) -> CheckedStatement:
 
 def evidence_of(run: str | Path, planned: PlannedRun) -> Evidence:
     """Return the evidence of a run.
-
-    Parameters
-    ----------
-    run : path
-        A directory that `zosim run` wrote.
-    planned : PlannedRun
-        The run's plan on its hardware, with the programs that ran.
 
     Raises
     ------

@@ -40,14 +40,10 @@ class TuningOption:
 
     Attributes
     ----------
-    name, description : str
     device_bytes, host_bytes : float
         Of the fullest device, as the driver tells it, and of all hosts together.
     peak : str
         What sets the device's memory; empty for zeroth order.
-    fits : bool
-    step_s : float
-    tokens_per_s : float
     num_steps : int or None
         Steps to the target, where somebody says how many.
     usd : Range or None
@@ -77,8 +73,6 @@ class OrderChoice:
 
     Attributes
     ----------
-    planned : PlannedRun
-    prices : PriceTable or None
     zeroth_order_steps, first_order_steps : int or None
         Steps to the same target.
     """

@@ -28,15 +28,7 @@ _NUM_WIRES = 2
 
 @dataclass(frozen=True)
 class FirstOrderLayout:
-    """Names, sizes and ranges of one rank's buffers.
-
-    Attributes
-    ----------
-    plan : Plan
-        Of a baseline: nothing in it is about perturbations or residency.
-    settings : FirstOrder
-    rank : int
-    """
+    """Names, sizes and ranges of one rank's buffers."""
 
     plan: Plan
     settings: FirstOrder

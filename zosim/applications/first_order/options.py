@@ -16,12 +16,6 @@ FirstOrderName = Literal["sgd", "adam", "aq-sgd"]
 def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder | None:
     """Return the settings of the first-order step that is asked for; None where none is.
 
-    Parameters
-    ----------
-    name : {"sgd", "adam", "aq-sgd"}, optional
-    **settings
-        What is to be otherwise, by the names of the options.
-
     Raises
     ------
     PlanError

@@ -20,8 +20,6 @@ class FirstOrder(Section):
 
     Attributes
     ----------
-    optimizer : str
-    schedule : str
     num_microbatches : int
         Parts that each rank's share of the batch passes through the pipeline in.
     codec, gradient_codec : str

@@ -44,15 +44,7 @@ _NUM_BUFFERS = 4
 
 
 class FirstOrderWriter(Listing):
-    """Writes a step in an order that would be right on a single stream.
-
-    Parameters
-    ----------
-    plan : Plan
-        Of a baseline: nothing in it is about perturbations or residency.
-    settings : FirstOrder
-    rank : int
-    """
+    """Writes a step in an order that would be right on a single stream."""
 
     def __init__(self, plan: Plan, settings: FirstOrder, rank: int) -> None:
         super().__init__()

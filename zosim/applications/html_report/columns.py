@@ -30,7 +30,6 @@ def timeline_columns(timeline: Timeline, planned: PlannedRun, label: str) -> dic
 
     Parameters
     ----------
-    timeline : Timeline
     planned : PlannedRun
         Of the same programs: they say what an instruction waits for.
     label : str

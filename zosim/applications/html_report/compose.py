@@ -32,7 +32,6 @@ def page_of(
 
     Parameters
     ----------
-    reported : sequence of Reported
     decision : Decision, optional
         Of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
     sections : sequence of Report

@@ -23,16 +23,7 @@ MAX_LOG_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Reported:
-    """A plan, or a run of one.
-
-    Attributes
-    ----------
-    name : str
-        The file or directory.
-    planned : PlannedRun
-    directory : path or None
-        Of the run.
-    """
+    """A plan, or a run of one."""
 
     name: str
     planned: PlannedRun

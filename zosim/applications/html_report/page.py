@@ -30,7 +30,6 @@ class Illustration:
     ----------
     root : str
         Id of the element that the script draws in; empty for a picture alone.
-    title, svg : str
     numbers : Report, optional
         Tables of the same numbers, folded away.
     """
@@ -47,10 +46,6 @@ class ReportPage:
 
     Attributes
     ----------
-    title, answer : str
-    elements : list of Report or Illustration
-    timelines : list of dict
-        Of :func:`~zosim.applications.html_report.columns.timeline_columns`.
     memory, curves : list of Chart
         Of which memory shares the timeline's axis.
     step_s : float

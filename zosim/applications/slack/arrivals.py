@@ -26,10 +26,6 @@ def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1
 
     Parameters
     ----------
-    rate_per_s : float
-        Requests a second, on average.
-    duration_s : float
-    seed : int
     burst : float
         Mean number of requests that arrive together, geometrically distributed; 1 for a Poisson process.
 
@@ -56,11 +52,6 @@ def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1
 
 def recorded(path: str | Path) -> Times:
     """Return the arrivals in a CSV file, in seconds after the first.
-
-    Parameters
-    ----------
-    path : path
-        With a column of seconds, or of dates with times, named ``timestamp``, ``time`` or ``arrival``.
 
     Raises
     ------

@@ -57,8 +57,6 @@ class Server:
         Seconds of a batch of requests, whatever is in it, and for each request besides.
     max_batch : int
         Requests of one batch.
-    step_s : float
-        Seconds of a background step.
     num_segments : int
         Segments of a background step after which it can stand still.
     """
@@ -95,18 +93,7 @@ class Server:
 
 @dataclass
 class Served:
-    """What came of it.
-
-    Attributes
-    ----------
-    policy : str
-    latencies_s : array
-        Seconds from each request's arrival to its answer.
-    num_steps : int
-        Finished.
-    num_cancelled : int
-    duration_s : float
-    """
+    """What came of it."""
 
     policy: Policy
     latencies_s: NDArray[np.float64]
@@ -162,13 +149,6 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 
     A cancelled background step takes nothing from them. Infinite where more arrives than is served.
 
-    Parameters
-    ----------
-    server : Server
-    rate_per_s : float
-        Requests a second, on average.
-    policy : {"none", "whole", "segments", "cancel"}
-
     Examples
     --------
     Requests of 10 ms keep the server busy for half of its time, so they wait 5 ms for each other. Beside background steps of 40 ms that are
@@ -190,13 +170,6 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 
 def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> float | None:
     """Return the background steps that fit into an hour beside requests served alone; None where no formula is known.
-
-    Parameters
-    ----------
-    server : Server
-    rate_per_s : float
-        Requests a second, on average.
-    policy : {"none", "whole", "segments", "cancel"}
 
     Examples
     --------

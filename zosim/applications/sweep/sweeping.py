@@ -81,19 +81,7 @@ class SweepProgress:
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """What came of a sweep.
-
-    Attributes
-    ----------
-    file, output : Path
-        The configurations, and the database of their results.
-    num_total, num_new, num_failed : int
-        Configurations of the shard, those evaluated this time, and those that ended in an error.
-    errors : tuple of (str, int)
-        Kinds of errors, the most frequent first.
-    fastest : tuple of ResultRow
-        Those of most tokens per second.
-    """
+    """What came of a sweep."""
 
     file: Path
     output: Path
@@ -237,16 +225,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class _Space:
-    """The configurations of one shard.
-
-    Attributes
-    ----------
-    file : Path
-    version : str
-        Of what evaluates them.
-    shard, num_shards : int
-        From 0.
-    """
+    """The configurations of one shard."""
 
     file: Path
     version: str

@@ -46,11 +46,8 @@ def outcomes(
 
     Parameters
     ----------
-    tasks : iterable of SweepTask
-        Taken as workers come to them.
     evaluate : callable
         A function that workers can import.
-    num_workers : int
     executor : Executor, optional
         What runs them; by default processes of this machine, which are replaced if they are killed.
 

@@ -27,11 +27,8 @@ class SystemCode:
         What it does where a row does not say.
     kernel : str or None
         Its fused kernel, where that is not what torch takes.
-    sharding : str
-        As of :class:`~zosim.applications.first_order.settings.FirstOrder`.
     stored : str or None
         Format that weights are kept in, that of the products if None.
-    dropout : bool
     fuses_softmax : bool
         Whether scaling, mask and softmax of stored scores are one kernel.
     widens_half : bool

@@ -20,7 +20,6 @@ def kernel(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     ----------
     row : MeasuredRow
         Of a kind that ``WORKS`` has.
-    measured_machine : MeasuredMachine
 
     Raises
     ------

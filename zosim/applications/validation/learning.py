@@ -29,8 +29,6 @@ class Lesson:
 
     Attributes
     ----------
-    name, unit : str
-    before, after : float
     sources : mapping of str to int
         How many of the measurements that depend on it each source published.
     """

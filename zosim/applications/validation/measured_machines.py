@@ -67,15 +67,7 @@ class MeasuredMachine:
 
 @dataclass(frozen=True)
 class MeasuredMachines:
-    """Machines that rows name, each read once.
-
-    Attributes
-    ----------
-    folder : Path or None
-        Where topology files lie; None where rows name presets alone.
-    profile : Path or None
-        A calibration to predict with.
-    """
+    """Machines that rows name, each read once."""
 
     folder: Path | None = None
     profile: Path | None = None

@@ -40,7 +40,6 @@ class Forecast:
 
     Attributes
     ----------
-    predicted, low, high : float
     assumed : tuple of str
         What the row does not say and was assumed, such as ``"dtype bfloat16"``.
     """
@@ -163,7 +162,6 @@ class Verdicts:
 
     Attributes
     ----------
-    num, num_right : int
     num_wrongly_fitting : int
         Runs that ran out of memory and were predicted to fit.
     """

@@ -24,15 +24,7 @@ class RowsError(ZosimError):
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of a table.
-
-    Attributes
-    ----------
-    fields : mapping of str to str
-        The row as it was read, every column of it.
-    where : str
-        File and line, for messages.
-    """
+    """One row of a table."""
 
     fields: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     where: str = ""
@@ -96,12 +88,6 @@ def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
 def table_rows(path: str | Path, required: Sequence[str]) -> Iterator[TableRow]:
     """Yield the rows of a CSV file, in order. Empty lines are no rows.
 
-    Parameters
-    ----------
-    path : path
-    required : sequence of str
-        Columns that it must have.
-
     Raises
     ------
     RowsError
@@ -141,10 +127,6 @@ def write_table(
 
     Parameters
     ----------
-    path : path
-    rows : sequence of TableRow
-    added : sequence of mapping
-        As many.
     columns : sequence of str
         Heads of a file without rows.
 

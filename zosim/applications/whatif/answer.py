@@ -43,18 +43,12 @@ class WhatIf:
 
     Attributes
     ----------
-    changes : tuple of str
-        What was changed, as it was written.
     before : PlannedRun
         The plan on the machine as it was.
     after : PlannedRun or None
         The same plan on the changed one; None where it cannot run.
-    obstacle : str
-        Why it cannot run.
     replanned : Decision or None
         What the planner chooses there; None where nothing runs.
-    planning_error : str
-        Why nothing does.
     derivatives : tuple of Derivative
         Of the plan where it runs, on the changed machine if it does there.
     """
