@@ -26,8 +26,7 @@ class RunSummary(dict[str, Any]):
         if "out" not in self:  # the lines that start ranks on other hosts
             return Report("", Table(("", ""), self.items())).to_html()
         from zosim.analysis.pictures import chart_svg, with_picture
-        from zosim.applications.html_report.charts import curve_chart
-        from zosim.applications.html_report.compose import by_perturbation
+        from zosim.applications.html_report.compose import by_perturbation, curve_chart
 
         losses = by_perturbation(self._log(), ("loss_plus", "loss_minus"))
         drawn = {name: points for name, points in losses.items() if points}
@@ -39,7 +38,7 @@ class RunSummary(dict[str, Any]):
         return frame(self._log())
 
     def _log(self) -> list[Mapping[str, Any]]:
-        from zosim.applications.html_report.inputs import log_rows
+        from zosim.applications.html_report.compose import log_rows
 
         return list(log_rows(Path(self["out"]) / "steps.jsonl"))
 

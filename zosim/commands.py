@@ -13,8 +13,7 @@ import typer
 from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import api
-from zosim.applications.first_order.options import FirstOrderName, first_order_of
-from zosim.applications.first_order.settings import FirstOrder
+from zosim.applications.first_order.settings import FirstOrder, FirstOrderName, first_order_of
 from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
 from zosim.options import Json, PlanFile, ReportFile, config_of, options_of, with_settings

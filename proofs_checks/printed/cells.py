@@ -12,7 +12,7 @@ from importlib import resources
 
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
-from zosim.applications.validation.tables import TableRow, read_table
+from zosim.applications.validation.rows import TableRow, read_table
 
 REQUIRED = (
     "paper", "table", "model", "method", "gpus", "gpu_type", "batch_size", "seq_len", "precision", "quantity", "unit",

@@ -16,7 +16,7 @@ from proofs_checks.planting import Fault
 from proofs_checks.printed.cells import PrintedError, printed_table, table_rows
 from proofs_checks.printed.expressions import Figures, judged
 from topology.validation import did_you_mean
-from zosim.applications.validation.tables import TableRow
+from zosim.applications.validation.rows import TableRow
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,9 @@ def _wrong_parameters(details: list[str]) -> int:
     return wrong
 
 
-@planted("zosim.applications.first_order.step:FirstOrderWriter._leave", "gradients that stay where they are")
+@planted(
+    "zosim.applications.first_order.programs:FirstOrderWriter._leave", "gradients that stay where they are"
+)
 def gradients_that_stay(shipped, self, phase, *rest):
     if phase != "backward":
         shipped(self, phase, *rest)

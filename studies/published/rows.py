@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from proofs_checks.printed.cells import REQUIRED, printed_rows
-from zosim.applications.validation.tables import RowsError, TableRow, read_table, write_table
+from zosim.applications.validation.rows import RowsError, TableRow, read_table, write_table
 
 __all__ = ["PublishedRow", "RowsError", "read_rows", "shipped_rows", "write_rows"]
 

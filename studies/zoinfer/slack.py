@@ -35,8 +35,7 @@ from executors.serving.runner import Request
 from executors.turns import in_turns
 from topology.errors import RunError
 from zosim.analysis.scoreboard import rows_table
-from zosim.applications.slack.arrivals import poisson
-from zosim.applications.slack.serving import Policy, Server, serve
+from zosim.applications.slack.serving import Policy, Server, poisson, serve
 from zosim.console import emit, stderr
 from zosim.report import Report
 

@@ -21,7 +21,7 @@ from zosim.applications.buying.answer import buy as buy_for
 from zosim.applications.buying.command import buy
 from zosim.applications.buying.machine import Job, interval, machines_named, share_of, simulated
 from zosim.applications.buying.offers import BuyerLimits, Market, Refusal
-from zosim.applications.buying.search import OfferSearch
+from zosim.applications.buying.search import OfferSearch, shortfall
 from zosim.applications.buying.sensitivity import (
     effects,
     effects_table,
@@ -30,7 +30,6 @@ from zosim.applications.buying.sensitivity import (
     near_ties,
     plan_effects,
 )
-from zosim.applications.buying.shortfall import shortfall
 from zosim.planning.planner import candidates, choose
 from zosim.report import Table
 

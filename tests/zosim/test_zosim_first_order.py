@@ -16,10 +16,9 @@ from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
 from zosim.applications.closed_form import step_time_bound_of
-from zosim.applications.first_order.options import first_order_of
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.applications.first_order.report import baseline_run
-from zosim.applications.first_order.settings import num_kept_at_once, turns
+from zosim.applications.first_order.settings import first_order_of, num_kept_at_once, turns
 from zosim.applications.trace import chrome_trace
 from zosim.cli import app
 from zosim.planning.predict import PlannedRun

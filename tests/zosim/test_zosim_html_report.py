@@ -22,8 +22,7 @@ from topology.clusters import cluster
 from topology.documents import dump, load_preset
 from topology.errors import ZosimError
 from zosim.applications.html_report.columns import timeline_columns
-from zosim.applications.html_report.compose import page_of
-from zosim.applications.html_report.inputs import Reported
+from zosim.applications.html_report.compose import Reported, page_of
 from zosim.applications.html_report.page import Illustration, ReportPage
 from zosim.planning.planner import Decision
 from zosim.simulators.lockstep import simulate_many

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from topology.errors import TrafficError
-from zosim.applications.slack.arrivals import poisson, recorded
 from zosim.applications.slack.serving import (
     POLICIES,
     Server,
     closed_mean_s,
     closed_steps_per_hour,
+    poisson,
+    recorded,
     serve,
 )
 from zosim.cli import app

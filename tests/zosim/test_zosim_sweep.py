@@ -12,7 +12,7 @@ import zosim
 from tests.kills.sweeps import killed, product, table_of
 from topology.errors import PlanError, RunError
 from zosim.applications.sweep.results import Results
-from zosim.applications.validation.tables import RowsError
+from zosim.applications.validation.rows import RowsError
 from zosim.cli import app
 
 GRID = "model: opt-125m\nhardware: [a6000-2x, rtx4090-2x]\nbatch: [1, 2, 3, 7]\nseq: [16, 32, null]\n"

@@ -20,8 +20,15 @@ from zosim.applications.validation.learning import learned_from_rows
 from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.models import model_of
 from zosim.applications.validation.predicting import PREDICTORS, outcome
-from zosim.applications.validation.rows import Forecast, MeasuredRow, Verdicts, columns_of, joined, read_rows
-from zosim.applications.validation.tables import RowsError
+from zosim.applications.validation.rows import (
+    Forecast,
+    MeasuredRow,
+    RowsError,
+    Verdicts,
+    columns_of,
+    joined,
+    read_rows,
+)
 from zosim.cli import app
 
 PRESET = "a100-80gb-milan"

@@ -23,7 +23,7 @@ from topology.errors import PlanError
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
-from zosim.applications.buying.search import OfferSearch
+from zosim.applications.buying.search import OfferSearch, shortfall
 from zosim.applications.buying.sensitivity import (
     Effect,
     MemoryThreshold,
@@ -32,7 +32,6 @@ from zosim.applications.buying.sensitivity import (
     limiter,
     memory_thresholds,
 )
-from zosim.applications.buying.shortfall import shortfall
 from zosim.config import PlanConfig, filled, merge
 from zosim.options import config_of, takes_earlier_names
 from zosim.planning.split_options import split_options_of

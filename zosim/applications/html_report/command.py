@@ -50,8 +50,7 @@ def write_report(
     >>> decision = zosim.plan("opt-125m", "t4-1x", batch=1, seq=64, dtype="float16")
     >>> zosim.write_report(decision, output="report.html")  # doctest: +SKIP
     """
-    from zosim.applications.html_report.compose import page_of
-    from zosim.applications.html_report.inputs import Reported
+    from zosim.applications.html_report.compose import Reported, page_of
     from zosim.planning.planner import Decision
 
     reported = [

@@ -2,23 +2,101 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from topology.errors import TimelineError
+from topology.reading import parse_json, read_text
 from topology.units import format_bytes, format_seconds
+from zosim import api
+from zosim.analysis.compare import Comparison, slowest_rank
 from zosim.analysis.critical_path import step_path
 from zosim.analysis.pictures import Chart, chart_svg, timeline_svg, topology_svg
-from zosim.applications.html_report.charts import curve_chart, memory_chart
-from zosim.applications.html_report.columns import timeline_columns
-from zosim.applications.html_report.inputs import Reported
+from zosim.applications.html_report.columns import aligned_at_s, timeline_columns
 from zosim.applications.html_report.page import Illustration, ReportPage
 from zosim.planning.planner import Decision
 from zosim.planning.predict import PlannedRun, busy_shares
 from zosim.planning.views import PlanComparison, candidates_svg, decision_view, simulation_view
+from zosim.plans import Plan
 from zosim.program.instructions import Space
 from zosim.report import Report, Table
 from zosim.timeline import Timeline
+
+MAX_LOG_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A plan, or a run of one."""
+
+    name: str
+    planned: PlannedRun
+    directory: Path | None = None
+
+    @classmethod
+    def of(cls, source: Decision | PlannedRun | Plan | str | Path, **where: Any) -> Reported:
+        """Return a plan, or that of a file, or a run from its directory; `where` as for :func:`zosim.simulate`.
+
+        Raises
+        ------
+        ZosimError
+            If it is neither, or damaged.
+        """
+        if isinstance(source, Decision):
+            source = source.chosen.planned
+        if isinstance(source, PlannedRun):
+            return cls(source.plan.model.name, source)
+        if isinstance(source, Plan):
+            return cls(source.model.name, api.simulate(source, **where))
+        path = Path(source)
+        if path.is_dir():
+            api.refuse_irregular_run(path, TimelineError)
+            return cls(path.name or str(path), api.planned_run_of(path, **where), path)
+        return cls(path.stem, api.simulate(path, **where))
+
+    @cached_property
+    def measured(self) -> Timeline | None:
+        """The run's timeline."""
+        return None if self.directory is None else Timeline.load(self.directory / "timeline.json")
+
+    @cached_property
+    def rank(self) -> int:
+        """The rank that ends its steps last."""
+        return self.planned.prediction.slowest_rank if self.measured is None else slowest_rank(self.measured)
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """The run against its prediction."""
+        return None if self.measured is None else api.compared(self.planned, self.measured, self.rank)
+
+    @cached_property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """Rows of the run's log: losses and projected gradients of each perturbation."""
+        return [] if self.directory is None else list(log_rows(self.directory / "steps.jsonl"))
+
+    @cached_property
+    def metrics(self) -> list[Mapping[str, Any]]:
+        """Rows of the run's evaluations."""
+        return [] if self.directory is None else list(log_rows(self.directory / "metrics.jsonl"))
+
+
+def log_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of a file of JSON lines, such as a run's log, without a last line that has no end."""
+    if not path.exists():
+        return
+    lines = read_text(path, "log", TimelineError, max_bytes=MAX_LOG_BYTES).split("\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        row = parse_json(line, f"{path} line {number} is damaged", TimelineError)
+        if not isinstance(row, dict):
+            message = f"{path} line {number} is no JSON object: {json.dumps(row)[:80]}"
+            raise TimelineError(message, hint="restore the file from a copy")
+        yield row
+
 
 # More spans of a prediction than these show nothing that fewer do not.
 _MOST_PREDICTED_SPANS = 20_000
@@ -240,3 +318,46 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, flo
 
 def _figure(chart: Chart, numbers: Report) -> Illustration:
     return Illustration(chart.root, chart.title, chart_svg(chart), numbers)
+
+
+MOST_POINTS = 2_000
+"""Of more points each mean (of a curve) or largest total (of memory) of several is shown."""
+
+
+def memory_chart(timeline: Timeline, space: Space, rank: int, root: str, name: str) -> Chart | None:
+    """Return the memory of a rank in a space over time, stacked by what it is for; None where there is none."""
+    curve = timeline.memory_curve(space, rank)
+    if not curve:
+        return None
+    # A last point, so that the last level reaches to the end of the run.
+    curve = [*curve, (max(timeline.end_s, curve[-1][0]), curve[-1][1])]
+    every = -(-len(curve) // MOST_POINTS)
+    chosen = [
+        max(curve[begin : begin + every], key=lambda point: sum(point[1].values()))
+        for begin in range(0, len(curve), every)
+    ]
+    roles = sorted(
+        {role for _, sizes in chosen for role, size in sizes.items() if size},
+        key=lambda role: -max(sizes.get(role, 0) for _, sizes in chosen),
+    )
+    if not roles:
+        return None
+    shift_s = aligned_at_s(timeline)
+    times_s = tuple(time_s - shift_s for time_s, _ in chosen)
+    values = [tuple(sizes.get(role, 0) for _, sizes in chosen) for role in roles]
+    title = f"{space.value.capitalize()} memory of rank {rank}, {name}"
+    return Chart(root, title, "time", "s", "bytes", tuple(roles), (times_s, *values), stacked=True)
+
+
+def curve_chart(root: str, title: str, columns: Mapping[str, Sequence[tuple[int, float]]]) -> Chart:
+    """Return lines over the steps of a run, each a sequence of (step, value); means where there are too many."""
+    thinned = {name: dict(_thinned(points)) for name, points in columns.items()}
+    steps = sorted({step for line in thinned.values() for step in line})
+    values = [tuple(line.get(step) for step in steps) for line in thinned.values()]
+    return Chart(root, title, "step", "", "", tuple(thinned), (tuple(steps), *values))
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    every = -(-len(points) // MOST_POINTS)
+    chunks = [points[begin : begin + every] for begin in range(0, len(points), every)]
+    return [(chunk[0][0], fmean(value for _, value in chunk)) for chunk in chunks]

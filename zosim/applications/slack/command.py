@@ -9,14 +9,16 @@ import typer
 
 from topology.errors import TrafficError
 from zosim import api
-from zosim.applications.slack.arrivals import Times, poisson, recorded
 from zosim.applications.slack.serving import (
     POLICIES,
     Policy,
     Served,
     Server,
+    Times,
     closed_mean_s,
     closed_steps_per_hour,
+    poisson,
+    recorded,
     serve,
 )
 from zosim.console import emit, stderr

@@ -18,7 +18,7 @@ from topology.errors import ZosimError
 from topology.reading import parse_yaml, read_bytes, read_text
 from topology.validation import did_you_mean
 from zosim import api
-from zosim.applications.validation.tables import SURPLUS, RowsError, table_rows
+from zosim.applications.validation.rows import SURPLUS, RowsError, table_rows
 from zosim.config import HOST
 from zosim.options import ConfigOption, options_of
 from zosim.renamed import in_present_names

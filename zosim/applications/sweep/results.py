@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from topology.errors import ZosimError
-from zosim.applications.validation.tables import RowsError
+from zosim.applications.validation.rows import RowsError
 
 Outcome = Mapping[str, Any] | str
 """The figures of a configuration, or the error that ended it."""

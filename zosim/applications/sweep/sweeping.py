@@ -25,7 +25,7 @@ from zosim.applications.sweep.configurations import (
 )
 from zosim.applications.sweep.results import Outcome, ResultRow, Results, write_csv
 from zosim.applications.sweep.workers import Evaluate, SweepTask, outcomes
-from zosim.applications.validation.tables import RowsError
+from zosim.applications.validation.rows import RowsError
 from zosim.documents import check_writable
 from zosim.report import Report, Table
 

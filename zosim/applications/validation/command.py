@@ -12,8 +12,15 @@ from costmodel.scoring import Score, mean_over_groups, scores
 from zosim.analysis.scoreboard import score_data, score_table
 from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
-from zosim.applications.validation.rows import FITS, REQUIRED, Verdicts, columns_of, joined, read_rows
-from zosim.applications.validation.tables import write_table
+from zosim.applications.validation.rows import (
+    FITS,
+    REQUIRED,
+    Verdicts,
+    columns_of,
+    joined,
+    read_rows,
+    write_table,
+)
 from zosim.console import emit, progress, stderr
 from zosim.documents import check_writable
 from zosim.options import Json, ProfileFile

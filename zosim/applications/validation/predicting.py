@@ -9,12 +9,11 @@ from costmodel.devices.collectives import COLLECTIVES
 from costmodel.devices.gpus import is_widened, multiplies_float8
 from topology.errors import ZosimError
 from topology.validation import did_you_mean
-from zosim.applications.validation import drives, first_order, kernels, links, passes, steps
+from zosim.applications.validation import first_order, kernels, passes, steps
 from zosim.applications.validation.codes import CODES
 from zosim.applications.validation.measured_machines import MeasuredMachine, MeasuredMachines
 from zosim.applications.validation.models import likeness
-from zosim.applications.validation.rows import Forecast, MeasuredRow
-from zosim.applications.validation.tables import RowsError
+from zosim.applications.validation.rows import Forecast, MeasuredRow, RowsError
 
 Predictor = Callable[[MeasuredRow, MeasuredMachine], Forecast]
 
@@ -26,9 +25,9 @@ def _first_order_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> 
 
 PREDICTORS: dict[str, Predictor] = {
     **dict.fromkeys(kernels.WORKS, kernels.kernel),
-    "copy": links.copy,
-    "p2p": links.message,
-    **dict.fromkeys(COLLECTIVES, links.collective),
+    "copy": kernels.copy,
+    "p2p": kernels.message,
+    **dict.fromkeys(COLLECTIVES, kernels.collective),
     "forward": passes.forward,
     "streamed_generation": passes.streamed_generation,
     "step": steps.step,
@@ -38,12 +37,17 @@ PREDICTORS: dict[str, Predictor] = {
     "first_order_memory": _first_order_memory,
     "first_order_fits": first_order.fits,
     "moe_forward": passes.moe_forward,
-    "nvme_streamed": drives.nvme_streamed,
+    "nvme_streamed": passes.nvme_streamed,
     "first_order_throughput": first_order.throughput,
 }
 """By the kind of a row."""
 
-_OF_MODELS = frozenset(PREDICTORS.values()) - {kernels.kernel, links.copy, links.message, links.collective}
+_OF_MODELS = frozenset(PREDICTORS.values()) - {
+    kernels.kernel,
+    kernels.copy,
+    kernels.message,
+    kernels.collective,
+}
 """Those that predict what models do."""
 
 _ASSUMED: Mapping[str, Mapping[str, str]] = {

@@ -63,8 +63,7 @@ def whatif(
         **limits,
     )
     if report is not None:
-        from zosim.applications.html_report.compose import page_of
-        from zosim.applications.html_report.inputs import Reported
+        from zosim.applications.html_report.compose import Reported, page_of
 
         reported = [Reported(name, planned) for name, planned in answer.runs.items()]
         page = page_of(reported, sections=[Report("What the change costs", *answer.report().elements)])
