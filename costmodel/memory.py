@@ -44,8 +44,7 @@ class MemoryComponent:
 
     def __post_init__(self) -> None:
         if self.size_bytes < 0:
-            message = f"memory component {self.name!r} has {self.size_bytes} bytes"
-            raise ValueError(message)
+            raise ValueError(f"memory component {self.name!r} has {self.size_bytes} bytes")
 
 
 def total_bytes(components: Iterable[MemoryComponent], where: Where) -> int:

@@ -251,14 +251,11 @@ class Work(_FrozenCounts):
         casting = self if self.num_casts or not other.num_casts else other
         formatted = max(self, other, key=lambda work: (work._multiplies, work.param_pass_bytes > 0))
         if self._samples and other._samples and _sampling_kind(self) != _sampling_kind(other):
-            message = f"cannot add draws of {_sampling_kind(self)} and of {_sampling_kind(other)}"
-            raise ValueError(message)
+            raise ValueError(f"cannot add draws of {_sampling_kind(self)} and of {_sampling_kind(other)}")
         if self._multiplies and other._multiplies and self.dtype != other.dtype:
-            message = f"cannot add matrix products in {self.dtype} and in {other.dtype}"
-            raise ValueError(message)
+            raise ValueError(f"cannot add matrix products in {self.dtype} and in {other.dtype}")
         if self.num_casts and other.num_casts and _cast_kind(self) != _cast_kind(other):
-            message = f"cannot add casts of {_cast_kind(self)} and of {_cast_kind(other)}"
-            raise ValueError(message)
+            raise ValueError(f"cannot add casts of {_cast_kind(self)} and of {_cast_kind(other)}")
         return Work(
             dtype=formatted.dtype,
             sampling_dtype=sampling.sampling_dtype,

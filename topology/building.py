@@ -64,11 +64,9 @@ class MachineBuilder:
             If the id is taken, a field is not valid, or there are too many nodes.
         """
         if len(self._nodes) == MAX_NODES:
-            message = f"{self.name}: it has more than the maximum of {MAX_NODES} devices"
-            raise TopologyError(message)
+            raise TopologyError(f"{self.name}: it has more than the maximum of {MAX_NODES} devices")
         if node_id in self._nodes:
-            message = f"{self.name}: two devices have the name {node_id!r}"
-            raise TopologyError(message)
+            raise TopologyError(f"{self.name}: two devices have the name {node_id!r}")
         with readable(f"node {node_id!r} of {self.name}"):
             self._nodes[node_id] = Node.model_validate({"id": node_id, "type": node_type, **fields})
         return node_id
@@ -93,8 +91,7 @@ class MachineBuilder:
             If they are the same, `count` is not positive, or there are too many links.
         """
         if len(self._links) == MAX_LINKS:
-            message = f"{self.name}: it has more than the maximum of {MAX_LINKS} links"
-            raise TopologyError(message)
+            raise TopologyError(f"{self.name}: it has more than the maximum of {MAX_LINKS} links")
         with readable(f"the link of {source!r} with {target!r} in {self.name}"):
             link = Link(source=source, target=target, type=link_type, count=count)
         self._links[link.id] = link
@@ -279,8 +276,7 @@ def require_device(name: str | None, device_type: str, where: str) -> DeviceSpec
         raise TopologyError(message, hint=f"give it with --{device_type}; known: {', '.join(known)}")
     spec = find_device(name)
     if spec is None or spec.type != device_type:
-        message = f"the catalogue has no {device_type} {name!r}"
-        raise TopologyError(message, hint=did_you_mean(name, known))
+        raise TopologyError(f"the catalogue has no {device_type} {name!r}", hint=did_you_mean(name, known))
     return spec
 
 

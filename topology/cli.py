@@ -250,8 +250,7 @@ def _deliver(topology: Topology, output: Path | None, as_json: bool) -> None:
         try:
             output.write_text(dump(topology), encoding="utf-8")
         except OSError as error:
-            message = f"cannot write {str(output)!r}: {error.strerror}"
-            raise TopologyError(message) from error
+            raise TopologyError(f"cannot write {str(output)!r}: {error.strerror}") from error
         typer.echo(printable(f"wrote {output}"), err=True)
     if as_json:
         _print_json(describe(topology))

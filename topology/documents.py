@@ -77,8 +77,7 @@ def user_catalogue() -> dict[str, Any]:
     text = read_text(path, what, TopologyError, hint=hint, max_bytes=MAX_YAML_BYTES)
     data, _ = parse_yaml(text, what, TopologyError, hint=hint)
     if not isinstance(data, dict):
-        message = f"{what} is not a mapping"
-        raise TopologyError(message, hint=hint)
+        raise TopologyError(f"{what} is not a mapping", hint=hint)
     return data
 
 
@@ -299,7 +298,6 @@ def load_preset(name: str) -> Topology:
     (8, 34089205760)
     """
     if name not in preset_names():
-        message = f"there is no preset {name!r}"
-        raise TopologyError(message, hint=did_you_mean(name, preset_names()))
+        raise TopologyError(f"there is no preset {name!r}", hint=did_you_mean(name, preset_names()))
     entry = resources.files("topology") / "data" / "presets" / f"{name}.yaml"
     return loads(entry.read_text(encoding="utf-8"), what=f"preset {name}")

@@ -126,8 +126,7 @@ def _save(picture: Picture, file: Path) -> None:
     try:
         picture.savefig(file, dpi=150)
     except OSError as error:
-        message = f"cannot write {str(file)!r}: {error.strerror}"
-        raise TopologyError(message) from error
+        raise TopologyError(f"cannot write {str(file)!r}: {error.strerror}") from error
 
 
 def arrange(topology: Topology) -> Layout:

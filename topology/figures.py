@@ -81,14 +81,12 @@ def _check(dimension: Dimension, *, positive: bool, at_most: float = math.inf) -
     def check(figure: Figure) -> Figure:
         value = figure.in_si(dimension)
         if value < 0 or (positive and value == 0):
-            message = f"{figure} must be {'more than zero' if positive else 'zero or more'}"
-            raise QuantityError(message)
+            raise QuantityError(f"{figure} must be {'more than zero' if positive else 'zero or more'}")
         if value and not SMALLEST <= value <= LARGEST:
             message = f"{figure} is beyond any hardware: {value:g} in SI units"
             raise QuantityError(message, hint="check the unit and the exponent")
         if value > at_most:
-            message = f"{figure} must be at most {at_most:g}"
-            raise QuantityError(message)
+            raise QuantityError(f"{figure} must be at most {at_most:g}")
         return figure
 
     return AfterValidator(check)

@@ -74,8 +74,7 @@ class Topology(FrozenModel):
         _refuse_ambiguous("device", [(node.spec.id, node.spec) for node in self.nodes if node.spec])
         _refuse_ambiguous("link type", [(link.type.name, link.type) for link in self.links if link.type.name])
         if not any(node.spec for node in self.nodes):
-            message = f"topology {self.name!r} has no gpu and no cpu"
-            raise RuleError(message)
+            raise RuleError(f"topology {self.name!r} has no gpu and no cpu")
         return self
 
     def links_of(self, node_id: str) -> Sequence[Link]:
@@ -227,8 +226,7 @@ class Topology(FrozenModel):
         if node.type == "host":
             return node
         if node.host is None:
-            message = f"node {node_id!r} of type {node.type} has no host"
-            raise TopologyError(message)
+            raise TopologyError(f"node {node_id!r} of type {node.type} has no host")
         return self.node(node.host)
 
     def host_memory(self, node_id: str) -> Node:
@@ -399,8 +397,7 @@ def _refuse_duplicates(what: str, names: list[str]) -> None:
     for position, name in enumerate(names):
         if name in seen:
             hint = "give parallel links an id each, or use one link with a count" if what == "link" else None
-            message = f"two {what}s have the id {name!r}"
-            raise RuleError(message, hint=hint, location=(f"{what}s", position))
+            raise RuleError(f"two {what}s have the id {name!r}", hint=hint, location=(f"{what}s", position))
         seen.add(name)
 
 
@@ -408,5 +405,4 @@ def _refuse_ambiguous(what: str, named: Sequence[tuple[str, object]]) -> None:
     first: dict[str, object] = {}
     for name, value in named:
         if first.setdefault(name, value) != value:
-            message = f"two different {what}s have the name {name!r}"
-            raise RuleError(message, hint="give each its own name")
+            raise RuleError(f"two different {what}s have the name {name!r}", hint="give each its own name")

@@ -123,8 +123,7 @@ def instance_machine(name: str) -> Topology:
     known = _known()
     names = instance_names()
     if name.casefold() not in names:
-        message = f"no machine is sold as {name!r}"
-        raise TopologyError(message, hint=did_you_mean(name, known.instances))
+        raise TopologyError(f"no machine is sold as {name!r}", hint=did_you_mean(name, known.instances))
     seller = names[name.casefold()]
     return _Assembly(seller, known.instances[seller], known).machine()
 

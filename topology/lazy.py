@@ -49,8 +49,7 @@ def lazy_names(
         if name in others:
             return others[name]()
         if name not in homes:
-            message = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(message)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(homes[name]), name)
 
     return load, sorted((*homes, *others))

@@ -153,10 +153,9 @@ def read_stdin(what: str, error: type[ZosimError], *, max_bytes: int = MAX_JSON_
     try:
         text = sys.stdin.read(max_bytes + 1)
     except UnicodeDecodeError as problem:
-        message = (
+        raise error(
             f"standard input is not a {what}: it is not UTF-8 text, {problem.reason} at byte {problem.start}"
-        )
-        raise error(message) from None
+        ) from None
     if len(text) > max_bytes:
         raise error(f"standard input is not a {what}: it has more than {max_bytes // 2**20} MiB")
     return text

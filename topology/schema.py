@@ -235,8 +235,7 @@ class Node(FrozenModel):
             raise RuleError(message, hint="only an nvswitch adds up what GPUs send")
         if (self.host is None) != (self.type in HOSTLESS_TYPES) and self.type != "nvswitch":
             rule = "belongs to no host" if self.type in HOSTLESS_TYPES else "needs its host"
-            message = f"node {self.id!r} of type {self.type} {rule}, got host={self.host!r}"
-            raise RuleError(message)
+            raise RuleError(f"node {self.id!r} of type {self.type} {rule}, got host={self.host!r}")
         return self
 
     @property
@@ -304,8 +303,7 @@ class LinkType(FrozenModel):
             message = f"link type {self.name or self.technology!r} needs a bandwidth"
             raise RuleError(message, hint='per direction, such as bandwidth: "31.5 GB/s"')
         if self.pcie is not None and self.technology != "pcie":
-            message = f"link of {self.technology!r} has a PCIe generation"
-            raise RuleError(message, hint="technology: pcie")
+            raise RuleError(f"link of {self.technology!r} has a PCIe generation", hint="technology: pcie")
         if self.nvlink_generation is not None and self.technology != "nvlink":
             message = f"link of {self.technology!r} has an NVLink generation"
             raise RuleError(message, hint="technology: nvlink")
@@ -348,8 +346,7 @@ class Link(FrozenModel):
     @model_validator(mode="after")
     def _joins_two(self) -> Link:
         if self.source == self.target:
-            message = f"link {self.id!r} joins {self.source!r} with itself"
-            raise RuleError(message)
+            raise RuleError(f"link {self.id!r} joins {self.source!r} with itself")
         return self
 
     @property

@@ -89,8 +89,7 @@ def to_jsonable(value: Any) -> Any:
             return [to_jsonable(item) for item in value]
     if dataclasses.is_dataclass(value):
         return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    message = f"{type(value).__name__} has no form in JSON: {value!r}"
-    raise TypeError(message)
+    raise TypeError(f"{type(value).__name__} has no form in JSON: {value!r}")
 
 
 def progress() -> Progress:

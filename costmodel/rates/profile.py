@@ -247,18 +247,14 @@ class Constant(BaseModel):
     @model_validator(mode="after")
     def _is_a_known_interval(self) -> Constant:
         if not (self.low <= self.value <= self.high and math.isfinite(self.high)):
-            message = f"{self.name}: {self.value} is outside its interval [{self.low}, {self.high}]"
-            raise ValueError(message)
+            raise ValueError(f"{self.name}: {self.value} is outside its interval [{self.low}, {self.high}]")
         expected = CONSTANT_UNITS.get(self.quantity)
         if self.unit != expected:
-            message = f"{self.name}: unit {self.unit!r}, expected {expected!r}"
-            raise ValueError(message)
+            raise ValueError(f"{self.name}: unit {self.unit!r}, expected {expected!r}")
         if self.is_rate and self.low < _SLOWEST:
-            message = f"{self.name}: a rate must be above 0, but is {self.low:g} {self.unit}"
-            raise ValueError(message)
+            raise ValueError(f"{self.name}: a rate must be above 0, but is {self.low:g} {self.unit}")
         if self.high > _LARGEST:
-            message = f"{self.name}: {self.high:g} {self.unit} exceeds the maximum of {_LARGEST:g}"
-            raise ValueError(message)
+            raise ValueError(f"{self.name}: {self.high:g} {self.unit} exceeds the maximum of {_LARGEST:g}")
         return self
 
     @property
@@ -347,8 +343,7 @@ class Profile(BaseModel):
             set(CONSTANT_UNITS) - _OPTIONAL_CONSTANTS - {constant.quantity for constant in self.constants}
         )
         if twice or missing:
-            message = f"constants given twice: {twice}, constants missing: {missing}"
-            raise ValueError(message)
+            raise ValueError(f"constants given twice: {twice}, constants missing: {missing}")
         return self
 
     @property

@@ -338,8 +338,7 @@ def _reported_link(device: ET.Element, path: str | Path) -> LinkType | None:
     try:
         speed_bytes_per_s = float(text) * 1e9
     except ValueError as error:
-        message = f"{str(path)!r}: pci_link_speed={text!r} is not a number"
-        raise TopologyError(message) from error
+        raise TopologyError(f"{str(path)!r}: pci_link_speed={text!r} is not a number") from error
     if not speed_bytes_per_s > 0:
         return None
     candidates = [(gen, lanes) for lanes in (16, 8, 4, 2, 1) for gen in PCIE_LANE_BYTES_PER_S]

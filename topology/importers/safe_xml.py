@@ -77,6 +77,5 @@ def integer(element: ET.Element, name: str, path: str | Path, default: int | Non
         message = f"{str(path)!r}: {name}={text!r} of <{element.tag}> is no whole number"
         raise TopologyError(message) from error
     if abs(number) >= 2**64:
-        message = f"{str(path)!r}: {name} of <{element.tag}> has more than 64 bits"
-        raise TopologyError(message)
+        raise TopologyError(f"{str(path)!r}: {name} of <{element.tag}> has more than 64 bits")
     return number

@@ -111,8 +111,7 @@ def canonical(configuration: Configuration) -> dict[str, Any]:
         try:
             fields |= _read(name, value)
         except ZosimError as error:
-            message = f"{configuration.where}: {name}: {error.message}"
-            raise RowsError(message, hint=error.hint) from None
+            raise RowsError(f"{configuration.where}: {name}: {error.message}", hint=error.hint) from None
     lacking = [name for name in REQUIRED if name not in fields]
     if lacking:
         raise RowsError(
