@@ -43,8 +43,6 @@ def training_run(row: MeasuredRow, measured_machine: MeasuredMachine) -> Trainin
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If its recipe, sharding, checkpointing or targets are none that is predicted.
     """
@@ -89,7 +87,8 @@ def memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     if quantity == "host":
         if not run.host_bytes:
             raise Unpredictable("the recipe keeps nothing in host memory")
-        return _spread(run.host_bytes, _SPREADS["host"])
+        low, high = _SPREADS["host"]
+        return Forecast(run.host_bytes, low * run.host_bytes, high * run.host_bytes)
     context = measured_machine.profile.values("central")["context_bytes"]
     usable = measured_machine.device.memory_bytes - context
     reserved = max(min(run.reserved_bytes, usable), run.allocated_bytes)
@@ -98,8 +97,8 @@ def memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     )
     low, high = _SPREADS.get(quantity, _USUAL_SPREAD)
     assumed = () if quantity in _SPREADS or quantity == "driver" else ("quantity driver",)
-    forecast = _spread(run.num_devices * size, (low, high))
-    return Forecast(forecast.predicted, forecast.low, forecast.high, assumed=assumed)
+    size *= run.num_devices
+    return Forecast(size, low * size, high * size, assumed=assumed)
 
 
 def fits(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
@@ -108,10 +107,8 @@ def fits(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     context = measured_machine.profile.values("central")["context_bytes"]
     usable, least = _USABLE, run.allocated_bytes
     if run.sharding == "zero-3":
-        usable, least = (
-            _USABLE_ZERO3 if run.recipe.has_adapters else _USABLE_ZERO3_TRAINED,
-            run.reserved_bytes,
-        )
+        usable = _USABLE_ZERO3 if run.recipe.has_adapters else _USABLE_ZERO3_TRAINED
+        least = run.reserved_bytes
     there = usable * (measured_machine.device.memory_bytes - context)
     probability = NormalDist().cdf(math.log(there / least) / _FITS_SPREAD)
     return Forecast(min(max(probability, _DOUBT), 1 - _DOUBT), 0.0, 1.0)
@@ -125,13 +122,4 @@ def throughput(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     seconds = bounded(
         lambda bound: step_seconds(run, measured_machine.topology, devices, measured_machine.profile, bound)
     )
-    low, high = _TIME_SPREAD
-    return Forecast(
-        tokens / seconds.predicted,
-        min(tokens / seconds.high, tokens / seconds.predicted * low),
-        max(tokens / seconds.low, tokens / seconds.predicted * high),
-    )
-
-
-def _spread(size: float, spread: tuple[float, float]) -> Forecast:
-    return Forecast(size, spread[0] * size, spread[1] * size)
+    return Forecast.of_rate(tokens, seconds, _TIME_SPREAD)

@@ -27,8 +27,6 @@ def kernel(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     Raises
     ------
-    RowsError
-        If a cell that its kind needs is empty, or no number.
     Unpredictable
         If its format is none that computes, or heads are not shared evenly.
     """
@@ -106,8 +104,6 @@ def copy(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If its direction is unknown, or the machine has one device where two are needed.
     """
@@ -137,8 +133,6 @@ def message(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If the machine has one device.
     """
@@ -161,8 +155,6 @@ def collective(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If there is one rank, or there are more than devices.
     """

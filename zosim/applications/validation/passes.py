@@ -23,11 +23,7 @@ from zosim.hardware.machine import Drives
 
 def forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of one pass over the prompt, with the logits of its last token."""
-    profile = code_of(row["code"]).profile(measured_machine.burst_profile)
-    works = list(
-        _pass_works(row, measured_machine, model_of(row), num_rows=row.count("seq"), length=row.count("seq"))
-    )
-    return bounded(lambda bound: _seconds(works, profile, bound))
+    return bounded(lambda bound: pass_s(row, measured_machine, bound))
 
 
 def pass_s(row: MeasuredRow, measured_machine: MeasuredMachine, bound: Bound) -> float:
@@ -54,11 +50,8 @@ def generation_s(
     row: MeasuredRow, measured_machine: MeasuredMachine, moved_s: Callable[[Bound], float], bound: Bound
 ) -> float:
     """Return the seconds of a pass over the prompt and one more for each further token, each of which brings weights in `moved_s`."""
-    model, seq, profile = (
-        model_of(row),
-        row.count("seq"),
-        code_of(row["code"]).profile(measured_machine.burst_profile),
-    )
+    model, seq = model_of(row), row.count("seq")
+    profile = code_of(row["code"]).profile(measured_machine.burst_profile)
     passes = {0: list(_pass_works(row, measured_machine, model, num_rows=seq, length=seq))}
     num_more = row.count_or("generated_tokens", 1) - 1
     passes |= {
@@ -81,28 +74,24 @@ def moe_forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If its quantity is none that is predicted, or the host has no space for a single sequence.
     """
     batch = row.count("batch") if row["batch"] else _fitting_batch(row, measured_machine)
     filled = MeasuredRow({**row.fields, "batch": str(batch)}, row.where)
-    tokens = {
-        "tokens_per_s": batch * row.count("seq"),
-        "generated_tokens_per_s": batch * row.count_or("generated_tokens", 1),
-    }.get(row["quantity"])
-    if tokens is None:
-        raise Unpredictable(f"quantity {row['quantity']!r} must be tokens_per_s or generated_tokens_per_s")
+    tokens = batch * _counted_tokens(row)
     seconds = streamed_generation(filled, measured_machine)
-    times = row.count_or("accumulation", 1)
-    low, high = _STREAMED_SPREAD
-    rate = tokens / seconds.predicted
-    return Forecast(
-        times * rate,
-        times * min(low * rate, tokens / seconds.high),
-        times * max(high * rate, tokens / seconds.low),
-    )
+    return Forecast.of_rate(row.count_or("accumulation", 1) * tokens, seconds, _STREAMED_SPREAD)
+
+
+def _counted_tokens(row: MeasuredRow) -> int:
+    """Return the tokens of a sequence that a rate counts: those of the prompt, or those that are generated."""
+    match row["quantity"]:
+        case "tokens_per_s":
+            return row.count("seq")
+        case "generated_tokens_per_s":
+            return row.count_or("generated_tokens", 1)
+    raise Unpredictable(f"quantity {row['quantity']!r} must be tokens_per_s or generated_tokens_per_s")
 
 
 _STREAMED_SPREAD = (0.48, 1.3)
@@ -193,7 +182,6 @@ _WRITE_SHARE = 0.45
 _SPREAD = (0.6, 1.35)
 _MASTER_BYTES, _GRADIENT_BYTES = 12, 4
 """Of a parameter: its float32 copy with both moments, and its float32 gradient."""
-_QUANTITIES = ("generated_tokens_per_s", "tokens_per_s")
 
 
 def nvme_streamed(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
@@ -201,13 +189,10 @@ def nvme_streamed(row: MeasuredRow, measured_machine: MeasuredMachine) -> Foreca
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If its recipe or quantity is none that is predicted, or nothing says how fast its drives are.
     """
-    if row["quantity"] not in _QUANTITIES:
-        raise Unpredictable(f"quantity {row['quantity']!r} must be one of {', '.join(_QUANTITIES)}")
+    counted = _counted_tokens(row)
     recipes = {"weights-on-nvme": True, "weights-on-host": True, "zero-infinity-nvme": False}
     generates = row.choice("recipe", recipes)
     devices = row.count_or("devices", 1)
@@ -223,19 +208,12 @@ def nvme_streamed(row: MeasuredRow, measured_machine: MeasuredMachine) -> Foreca
 
     times = row.count_or("accumulation", 1)
     if generates:
-        tokens = row.count("batch") * (
-            row.count_or("generated_tokens", 1) if row["quantity"] == _QUANTITIES[0] else row.count("seq")
-        )
+        tokens = row.count("batch") * counted
         seconds = bounded(lambda bound: generation_s(own, measured_machine, moved_s, bound))
     else:
-        tokens = times * devices * share * row.count("seq")
+        tokens = devices * share * row.count("seq")
         seconds = bounded(lambda bound: _step_s(own, measured_machine, times * moved_s(bound), bound))
-        times = 1
-    low, high = _SPREAD
-    rate = times * tokens / seconds.predicted
-    return Forecast(
-        rate, min(low * rate, times * tokens / seconds.high), max(high * rate, times * tokens / seconds.low)
-    )
+    return Forecast.of_rate(times * tokens, seconds, _SPREAD)
 
 
 def _step_s(row: MeasuredRow, measured_machine: MeasuredMachine, moved_s: float, bound: Bound) -> float:
@@ -245,7 +223,12 @@ def _step_s(row: MeasuredRow, measured_machine: MeasuredMachine, moved_s: float,
     """
     num_parameters = model_of(row).num_parameters
     reads = _read_rate(row, measured_machine)
-    writes = reads * _write_share(measured_machine)
+    device = measured_machine.devices[0]
+    drives, disks = Drives.of(measured_machine.topology, device), measured_machine.topology.disks_of(device)
+    is_declared = drives is not None and any(disk.write_bandwidth is not None for disk in disks)
+    writes = reads * (
+        drives.write_bytes_per_s / drives.read_bytes_per_s if drives and is_declared else _WRITE_SHARE
+    )
     forwards = 3.0 if row["checkpointing"].lower() == "none" else 4.0
     computed_s = row.count_or("accumulation", 1) * forwards * pass_s(row, measured_machine, bound)
     kept = _MASTER_BYTES + _GRADIENT_BYTES
@@ -261,10 +244,3 @@ def _read_rate(row: MeasuredRow, measured_machine: MeasuredMachine) -> float:
     if drives is None:
         raise Unpredictable("storage_read is empty, and the hardware has no drive")
     return _SUSTAINED * drives.read_bytes_per_s
-
-
-def _write_share(measured_machine: MeasuredMachine) -> float:
-    device = measured_machine.devices[0]
-    drives, disks = Drives.of(measured_machine.topology, device), measured_machine.topology.disks_of(device)
-    is_declared = drives is not None and any(disk.write_bandwidth is not None for disk in disks)
-    return drives.write_bytes_per_s / drives.read_bytes_per_s if drives and is_declared else _WRITE_SHARE

@@ -16,6 +16,8 @@ from zosim.applications.validation.models import likeness
 from zosim.applications.validation.rows import Forecast, MeasuredRow, RowsError
 
 Predictor = Callable[[MeasuredRow, MeasuredMachine], Forecast]
+"""Raises RowsError where a cell that it needs is empty or no number, ModelError where the model is unknown, and Unpredictable where a
+row measures what is not modelled."""
 
 
 def _first_order_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:

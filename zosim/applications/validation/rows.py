@@ -200,6 +200,13 @@ class Forecast:
     high: float
     assumed: tuple[str, ...] = field(default=(), kw_only=True)
 
+    @classmethod
+    def of_rate(cls, amount: float, seconds: Forecast, spread: tuple[float, float]) -> Forecast:
+        """Return an amount a second, between parts of that as in `spread`, or further where the seconds' interval reaches further."""
+        rate = amount / seconds.predicted
+        low, high = (part * rate for part in spread)
+        return cls(rate, min(low, amount / seconds.high), max(high, amount / seconds.low))
+
 
 Outcome: TypeAlias = "Forecast | str"
 """What is predicted for a row, or why nothing is."""

@@ -41,8 +41,6 @@ def step(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
         If its method, format or attention is none that is predicted, or it needs more devices than there are.
     ModelError
@@ -61,12 +59,8 @@ def host_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast
 
     Raises
     ------
-    RowsError
-        If a cell that it needs is empty, or no number.
     Unpredictable
-        If its method or format is none that is predicted, it needs more devices than there are, or nothing of it lies in host memory.
-    ModelError
-        If it names no model, and brings no configuration.
+        If nothing of it lies in host memory, and as for :func:`step`.
     """
     planned = _zeroth_order(row, measured_machine)
     size = float(sum(host.size_bytes for host in planned.footprints.hosts))
