@@ -75,42 +75,22 @@ CONTEXT, SLACK = "runtime context", "allocator slack"
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What a host has left to give.
+    """What a host has left to give."""
 
-    Attributes
-    ----------
-    available_bytes : int
-        RAM that a new process can have without swapping, within its control group.
-    shared_memory_bytes : int or None
-        Free bytes of the shared memory file system; None where there is none.
-    locked_bytes : int or None
-        Most memory that a process may pin; None where it is not limited.
-    limited_by : str
-        ``"RAM"`` or ``"control group"``.
-    """
-
-    available_bytes: int
-    shared_memory_bytes: int | None
-    locked_bytes: int | None
-    limited_by: Literal["RAM", "control group"] = "RAM"
+    available_bytes: int  # RAM that a new process can have without swapping, within its control group
+    shared_memory_bytes: int | None  # free bytes of the shared memory file system; None where there is none
+    locked_bytes: int | None  # most memory that a process may pin; None where it is not limited
+    limited_by: Literal["RAM", "control group"] = "RAM"  # `"RAM"` or `"control group"`
 
 
 @dataclass(frozen=True)
 class MemoryShortage:
-    """Something that the host cannot give.
+    """Something that the host cannot give."""
 
-    Attributes
-    ----------
-    name : str
-        ``"host memory"``, ``"pinned memory"`` or ``"shared memory"``.
-    severity : {"error", "warning"}
-        A warning may turn out harmless.
-    """
-
-    name: str
+    name: str  # `"host memory"`, `"pinned memory"` or `"shared memory"`
     message: str
     hint: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Literal["error", "warning"] = "error"  # a warning may turn out harmless
 
     def __str__(self) -> str:
         return f"{self.message}\n\nhint: {self.hint}"

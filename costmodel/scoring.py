@@ -16,23 +16,6 @@ from functools import cached_property
 class Row:
     """One number, predicted and measured.
 
-    Attributes
-    ----------
-    case : str
-        What was done: the name of a configuration, a kernel, a printed cell.
-    what : str
-        The quantity, which ends in its unit: ``step_s``, ``device_bytes``.
-    measured, predicted : float or None
-        None where nothing was measured, or nothing is predicted.
-    low, high : float or None
-        Ends of the interval of the prediction, where it has one.
-    group : str
-        Rows of one group are scored together.
-    flag : str
-        Why the row does not count; empty where it does.
-    provenance : str
-        Who measured it, or why nothing is predicted.
-
     Examples
     --------
     >>> row = Row("opt, 4x128", "step_s", measured=0.2, predicted=0.25, low=0.15, high=0.3)
@@ -40,15 +23,17 @@ class Row:
     (0.25, True)
     """
 
-    case: str
-    what: str
+    case: str  # what was done: the name of a configuration, a kernel, a printed cell
+    what: str  # the quantity, which ends in its unit: `step_s`, `device_bytes`
+    # measured, predicted: none where nothing was measured, or nothing is predicted.
     measured: float | None = None
     predicted: float | None = None
+    # low, high: ends of the interval of the prediction, where it has one.
     low: float | None = None
     high: float | None = None
-    group: str = ""
-    flag: str = ""
-    provenance: str = ""
+    group: str = ""  # rows of one group are scored together
+    flag: str = ""  # why the row does not count; empty where it does
+    provenance: str = ""  # who measured it, or why nothing is predicted
 
     @property
     def is_counted(self) -> bool:
@@ -77,17 +62,6 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
 class Score:
     """How far the predictions of some rows are off.
 
-    Attributes
-    ----------
-    num_rows, num_blank : int
-        Rows that count, and those of them without a prediction.
-    errors : tuple of float
-        Relative errors of the others.
-    num_inside : int
-        Of these, measured within the interval.
-    widths : tuple of float
-        High end over low end of each interval.
-
     Examples
     --------
     Two predictions that are a tenth too large, and one that is half of what was measured, outside its interval:
@@ -98,11 +72,12 @@ class Score:
     """
 
     name: str
+    # num_rows, num_blank: rows that count, and those of them without a prediction.
     num_rows: int
     num_blank: int
-    errors: tuple[float, ...]
-    num_inside: int = 0
-    widths: tuple[float, ...] = ()
+    errors: tuple[float, ...]  # relative errors of the others
+    num_inside: int = 0  # of these, measured within the interval
+    widths: tuple[float, ...] = ()  # high end over low end of each interval
 
     @classmethod
     def of(cls, rows: Iterable[Row], name: str = "") -> Score:

@@ -33,19 +33,6 @@ from costmodel.work import Work
 class DenseStorage:
     """All parameters are numbers of one format, as perturbations are.
 
-    Attributes
-    ----------
-    distribution : str
-        Of perturbations.
-    quant_config : QuantConfig or None
-        How matrices are kept that are no numbers; None where none is.
-    perturbation : RoundedPerturbation or None
-        How perturbations are rounded; None where they are not.
-    update_rounding : int
-        Which rounding of a perturbation an update goes along: that of the forwards, or the next.
-    update_divisor : float
-        What a projected gradient is divided by before it goes into an update.
-
     Examples
     --------
     >>> from costmodel.models.configs import read_model_spec
@@ -61,11 +48,13 @@ class DenseStorage:
     """
 
     dtype: DType
-    distribution: DistributionName
-    quant_config: QuantConfig | None = None
+    distribution: DistributionName  # of perturbations
+    quant_config: QuantConfig | None = None  # how matrices are kept that are no numbers; None where none is
+    # How perturbations are rounded; None where they are not.
     perturbation: RoundedPerturbation | None = None
+    # Which rounding of a perturbation an update goes along: that of the forwards, or the next.
     update_rounding: int = 0
-    update_divisor: float = 1.0
+    update_divisor: float = 1.0  # what a projected gradient is divided by before it goes into an update
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -216,23 +205,14 @@ class DenseStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedStorage(DenseStorage):
-    """Matrices are quantized values and scales, and perturbations of all that is tuned are rounded; other parameters are numbers.
-
-    Attributes
-    ----------
-    rounds_sums : bool
-        Whether quantized values are updated once a step, by what its perturbations add up to.
-    product : str
-        What multiplies by quantized weights.
-    are_inputs_quantized : bool
-        Whether inputs are rounded before they are multiplied.
-    """
+    """Matrices are quantized values and scales, and perturbations of all that is tuned are rounded; other parameters are numbers."""
 
     quant_config: QuantConfig
     perturbation: RoundedPerturbation
+    # Whether quantized values are updated once a step, by what its perturbations add up to.
     rounds_sums: bool = False
-    product: str = "dequantize"
-    are_inputs_quantized: bool = False
+    product: str = "dequantize"  # what multiplies by quantized weights
+    are_inputs_quantized: bool = False  # whether inputs are rounded before they are multiplied
 
     def tuned(self, group: ParamGroup) -> list[QuantizedMatrix]:
         """Return the matrices of layers that are tuned, or of adapters beside them."""

@@ -54,19 +54,11 @@ def times(factor: float) -> By:
 
 @dataclass(frozen=True)
 class FigureChange:
-    """One figure of some nodes or links, multiplied or set.
-
-    Attributes
-    ----------
-    quantity : str
-        See :data:`Quantity`.
-    by : callable
-        From the figure to the changed one.
-    """
+    """One figure of some nodes or links, multiplied or set."""
 
     targets: frozenset[str]
-    quantity: Quantity
-    by: By
+    quantity: Quantity  # see `Quantity`
+    by: By  # from the figure to the changed one
 
     def apply(self, topology: Topology) -> Topology:
         """Return the machine with the figure changed. Devices and link types that differ now have names of their own.

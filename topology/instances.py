@@ -37,35 +37,22 @@ class Drive(FrozenModel):
 
 
 class Instance(FrozenModel):
-    """What a machine consists of.
+    """What a machine consists of."""
 
-    Attributes
-    ----------
-    also : tuple of str
-        Other names.
-    nvlinks : {"none", "pairs", "switch", "cube-mesh"}
-        How the GPUs are joined.
-    gpus_per_switch : int
-        GPUs below one PCIe switch; 0 where each has a root of its own.
-    cores, host_cores : int
-        Cores that are let, of those of the whole host; all if left out.
-    channels, rate : int
-        Memory channels of a socket, and their megatransfers a second.
-    assumed : tuple of str
-        Fields that the source does not state.
-    """
-
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # other names
     source: str = Field(min_length=1)
     gpu: str | None = None
     gpus: int = Field(default=0, ge=0, le=16)
-    nvlinks: Literal["none", "pairs", "switch", "cube-mesh"] = "none"
+    nvlinks: Literal["none", "pairs", "switch", "cube-mesh"] = "none"  # how the GPUs are joined
+    # GPUs below one PCIe switch; 0 where each has a root of its own.
     gpus_per_switch: int = Field(default=0, ge=0)
     cpu: str
     sockets: int = Field(default=1, ge=1, le=8)
+    # cores, host_cores: cores that are let, of those of the whole host; all if left out.
     cores: int = Field(ge=1)
     host_cores: int | None = None
     memory: str
+    # channels, rate: memory channels of a socket, and their megatransfers a second.
     channels: int = Field(ge=1)
     rate: int = Field(ge=1)
     socket_link: str = "xgmi-milan"
@@ -74,7 +61,7 @@ class Instance(FrozenModel):
     drive: str | None = None
     drives: int = Field(default=0, ge=0, le=64)
     drive_size: str | None = None
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()  # fields that the source does not state
 
 
 class _Instances(FrozenModel):

@@ -30,35 +30,19 @@ _Cycle = tuple[tuple[str, ...], tuple["_SharedWire", ...]]
 
 @dataclass(frozen=True, slots=True)
 class LinkRing:
-    """A cycle of NVLinks.
-
-    Attributes
-    ----------
-    link_ids : tuple of str
-        The link from each GPU to the next, one of its physical links.
-    bandwidth_bytes_per_s : float
-        Of the slowest physical link, in one direction.
-    """
+    """A cycle of NVLinks."""
 
     gpu_ids: tuple[str, ...]
-    link_ids: tuple[str, ...]
-    bandwidth_bytes_per_s: float
+    link_ids: tuple[str, ...]  # the link from each GPU to the next, one of its physical links
+    bandwidth_bytes_per_s: float  # of the slowest physical link, in one direction
 
 
 @dataclass(frozen=True, slots=True)
 class RingSet:
-    """Rings that share no physical link.
+    """Rings that share no physical link."""
 
-    Attributes
-    ----------
-    gpu_ids : tuple of str
-        Whom all rings visit.
-    rings : tuple of LinkRing
-        None where the GPUs have none.
-    """
-
-    gpu_ids: tuple[str, ...]
-    rings: tuple[LinkRing, ...]
+    gpu_ids: tuple[str, ...]  # whom all rings visit
+    rings: tuple[LinkRing, ...]  # none where the GPUs have none
 
     @property
     def bandwidth_bytes_per_s(self) -> float:

@@ -68,24 +68,13 @@ def _memory_limit(option: str, text: str) -> int:
 
 
 class Search(Section):
-    """Which plans the planner may choose from.
-
-    Attributes
-    ----------
-    method : str
-        ``"mezo"`` keeps all blocks on one device, ``"zo2"`` offloads them from one; ``"pertp"``, ``"ddp"`` and ``"2d"`` share the
-        forwards of a step out among several, with blocks resident or offloaded; ``"sparq"`` splits the model into stages, perhaps
-        with the forwards shared out as well; ``"auto"`` tries all of these.
-    ranks : int or None
-        Number of ranks; None for as many as are fastest on the devices at hand.
-    allow_lossy : bool
-        Whether plans that lose precision (narrower transfers, codecs, quantized weights) may be chosen.
-    max_device_bytes, max_host_bytes : int or None
-        Limits below what the hardware has.
-    """
+    """Which plans the planner may choose from."""
 
     heading = "Placement"
 
+    # `"mezo"` keeps all blocks on one device, `"zo2"` offloads them from one; `"pertp"`, `"ddp"` and `"2d"` share the forwards of a
+    # step out among several, with blocks resident or offloaded; `"sparq"` splits the model into stages, perhaps with the forwards
+    # shared out as well; `"auto"` tries all of these.
     method: Annotated[
         Method,
         Setting(
@@ -94,6 +83,7 @@ class Search(Section):
             "among ranks (pertp, ddp, 2d); stages (sparq); or the fastest of all (auto).",
         ),
     ] = "auto"
+    # Number of ranks; None for as many as are fastest on the devices at hand.
     ranks: Annotated[
         Ranks | None,
         Setting(
@@ -102,6 +92,7 @@ class Search(Section):
             usual="the fastest number on the available devices; 1 with --device",
         ),
     ] = None
+    # Whether plans that lose precision (narrower transfers, codecs, quantized weights) may be chosen.
     allow_lossy: Annotated[
         bool,
         Setting(
@@ -110,6 +101,7 @@ class Search(Section):
             heading="Precision",
         ),
     ] = False
+    # max_device_bytes, max_host_bytes: limits below what the hardware has.
     max_device_bytes: Annotated[
         int | None,
         Setting(
@@ -136,25 +128,17 @@ class Search(Section):
 
 
 class PlanConfig(Section):
-    """What is set of a plan, and how the rest may be chosen.
-
-    Attributes
-    ----------
-    batch : int
-        Sequences per step over all ranks.
-    seq : int or None
-        Tokens per sequence, padding included; None for the longest line of the data, or :data:`USUAL_SEQ` without data.
-    placement : Placement or None
-        A config that has one leaves nothing to the planner.
-    """
+    """What is set of a plan, and how the rest may be chosen."""
 
     heading = "Model and data"
 
     model: ModelSpec | None = None
+    # Sequences per step over all ranks.
     batch: Annotated[
         Extent,
         Setting("--batch", "Number of sequences per step, over all ranks.", changes="numbers"),
     ] = 1
+    # Tokens per sequence, padding included; None for the longest line of the data, or `USUAL_SEQ` without data.
     seq: Annotated[
         Extent | None,
         Setting(
@@ -166,7 +150,7 @@ class PlanConfig(Section):
     search: Search = Search()
     weights: Weights = Weights()
     mesh: Mesh = Mesh()
-    placement: Placement | None = None
+    placement: Placement | None = None  # a config that has one leaves nothing to the planner
     split: Split = Split()
     estimator: Estimator = Estimator()
     residency: Residency = Residency()

@@ -16,21 +16,14 @@ from topology.reading import read_json_object
 
 @dataclass(frozen=True)
 class DocumentType:
-    """What is known of a kind of file.
-
-    Attributes
-    ----------
-    version, oldest : int
-        The newest and the oldest that can be read.
-    make : str
-        How to make such a file, for a path that is empty.
-    """
+    """What is known of a kind of file."""
 
     name: str
+    # version, oldest: the newest and the oldest that can be read.
     version: int
     oldest: int
     error: type[ZosimError]
-    make: str
+    make: str  # how to make such a file, for a path that is empty
 
 
 class Document(ABC):

@@ -24,11 +24,6 @@ _PERTURBATION = re.compile(r"q(\d+)([+-])", re.ASCII)
 class EvalPoint:
     """The weights ``θ + sign·ε·z``, with the perturbation ``z`` of one perturbation.
 
-    Attributes
-    ----------
-    sign : int
-        1 or -1; 0 for the unperturbed weights, :data:`BASE`.
-
     Examples
     --------
     >>> str(EvalPoint(0, 1)), str(EvalPoint(2, -1)), str(BASE)
@@ -36,7 +31,7 @@ class EvalPoint:
     """
 
     perturbation: int = 0
-    sign: Sign = 0
+    sign: Sign = 0  # 1 or -1; 0 for the unperturbed weights, `BASE`
 
     @property
     def is_perturbed(self) -> bool:

@@ -161,22 +161,12 @@ def axis(section_type: type[_Model], **fields: object) -> _Model:
 
 @dataclass(frozen=True)
 class ConfigOption:
-    """An option of the command line that sets a field of a config tree.
+    """An option of the command line that sets a field of a config tree."""
 
-    Attributes
-    ----------
-    path : tuple of str
-        Where the section lies in the tree.
-    section_type : type
-        Class of the section.
-    field : SettingField or None
-        None for an option that names all fields of its section.
-    """
-
-    path: tuple[str, ...]
-    section_type: type[Section]
+    path: tuple[str, ...]  # where the section lies in the tree
+    section_type: type[Section]  # class of the section
     setting: Setting
-    field: SettingField | None
+    field: SettingField | None  # none for an option that names all fields of its section
     flag: str
 
     @property

@@ -49,31 +49,20 @@ _STREAM_ORDER = {stream: number for number, stream in enumerate(Stream)}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One instruction's time.
-
-    Attributes
-    ----------
-    phase : str
-        ``prologue``, ``step`` or ``flush``.
-    step : int
-        Number of the step from 0; the prologue's is 0, the flush's is one past the last.
-    limiter : str
-        What a prediction says that its duration is limited by, such as ``dram``; empty where measured.
-    size_bytes : int
-        What a message had on the wire, where that was measured.
-    """
+    """One instruction's time."""
 
     rank: int
-    phase: Phase
-    step: int
+    phase: Phase  # `prologue`, `step` or `flush`
+    step: int  # number of the step from 0; the prologue's is 0, the flush's is one past the last
     instruction: str
     stream: Stream
     label: str
     segment: str
     start_s: float
     end_s: float
+    # What a prediction says that its duration is limited by, such as `dram`; empty where measured.
     limiter: str = ""
-    size_bytes: int = 0
+    size_bytes: int = 0  # what a message had on the wire, where that was measured
 
     @property
     def duration_s(self) -> float:
@@ -89,43 +78,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """From a time on, a role takes so many bytes of a space.
-
-    Attributes
-    ----------
-    role : str
-        What it is for: ``weights``, ``staging buffers``, ``perturbations``, ``workspace`` ...
-    size_bytes : int
-        All that the role takes now, not the change.
-    """
+    """From a time on, a role takes so many bytes of a space."""
 
     rank: int
     space: Space
-    role: str
+    role: str  # what it is for: `weights`, `staging buffers`, `perturbations`, `workspace` ...
     time_s: float
-    size_bytes: int
+    size_bytes: int  # all that the role takes now, not the change
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Steps that happen again and again, of which a timeline lists only the first round.
+    """Steps that happen again and again, of which a timeline lists only the first round."""
 
-    Attributes
-    ----------
-    first_step : int
-        First step of the round that is listed.
-    num_steps : int
-        Steps in the round, usually 1.
-    num_rounds : int
-        Further rounds after the listed one that are left out.
-    period_s : float
-        Seconds by which each round is later than the one before.
-    """
-
-    first_step: int
-    num_steps: int
-    num_rounds: int
-    period_s: float
+    first_step: int  # first step of the round that is listed
+    num_steps: int  # steps in the round, usually 1
+    num_rounds: int  # further rounds after the listed one that are left out
+    period_s: float  # seconds by which each round is later than the one before
 
     @property
     def first_omitted_step(self) -> int:

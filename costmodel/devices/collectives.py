@@ -126,23 +126,14 @@ def all_reduce_s(
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """What a collective moves, and in which time.
+    """What a collective moves, and in which time."""
 
-    Attributes
-    ----------
-    by_messages : callable
-        Its closed form, such as :func:`all_gather_s`.
-    num_passes : int
-        How often a ring takes the buffer round: a sum is made in the first pass, and handed on in the second.
-    is_shared : bool
-        Whether a pass brings a rank the shares of all others but its own, and not the whole buffer.
-    gathers : bool
-        Whether each rank is left with the parts of all, and not with one as long as its own.
-    """
-
-    by_messages: Callable[..., float]
+    by_messages: Callable[..., float]  # its closed form, such as `all_gather_s`
+    # How often a ring takes the buffer round: a sum is made in the first pass, and handed on in the second.
     num_passes: int = 1
+    # Whether a pass brings a rank the shares of all others but its own, and not the whole buffer.
     is_shared: bool = True
+    # Whether each rank is left with the parts of all, and not with one as long as its own.
     gathers: bool = False
 
     def whole(self, received: float, num_ranks: int) -> float:

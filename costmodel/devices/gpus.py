@@ -32,43 +32,25 @@ RENAMED: Mapping[str, str] = {"architectures.*.float64_part": "float64_fraction"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What GPUs of one design have in common.
-
-    Attributes
-    ----------
-    names : str
-        Pattern of the products' names.
-    float32_per_clock : int
-        Floating-point operations in float32 of one multiprocessor and clock, two for a multiply-add: its lanes, from the
-        architecture's whitepaper. With the peak of the data sheet they tell the boost clock.
-    nccl : str
-        Row of NCCL's tables.
-    attention : mapping
-        What fused kernels of attention do, by kernel (:data:`~costmodel.work.AttentionKernel`, empty for what torch takes) and
-        way: the part of the peak at which they multiply, and the clocks of a multiprocessor that a score takes besides,
-        for its exponential, maximum and sum. The two are not done at once, except in FlashAttention 3.
-    cache_mib : float
-        L2 cache, of the largest of these products.
-    threads : int
-        Threads that one multiprocessor keeps at a time (CUDA C++ Programming Guide, technical specifications per compute
-        capability).
-    float64_fraction : float
-        Rate of float64 beside float32's, without tensor cores.
-    multiplies_float8, multiplies_int8 : bool
-        Whether its tensor cores multiply floats or integers of 8 bits, twice as fast as floats of 16.
-    flop_j : float
-        Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
-    """
+    """What GPUs of one design have in common."""
 
     name: str
-    names: str
+    names: str  # pattern of the products' names
+    # Floating-point operations in float32 of one multiprocessor and clock, two for a multiply-add: its lanes, from the architecture's
+    # whitepaper. With the peak of the data sheet they tell the boost clock.
     float32_per_clock: int
-    nccl: Generation
+    nccl: Generation  # row of NCCL's tables
+    # What fused kernels of attention do, by kernel (`AttentionKernel`, empty for what torch takes) and way: the part of the peak at
+    # which they multiply, and the clocks of a multiprocessor that a score takes besides, for its exponential, maximum and sum. The two
+    # are not done at once, except in FlashAttention 3.
     attention: Mapping[AttentionWay, tuple[float, float]] = field(default_factory=dict)
-    cache_mib: float = 4.0
+    cache_mib: float = 4.0  # L2 cache, of the largest of these products
+    # Energy of one operation of a half-precision product on random numbers, what feeds it included, in joules.
     flop_j: float = 0.0
+    # Threads that one multiprocessor keeps at a time (CUDA C++ Programming Guide, technical specifications per compute capability).
     threads: int = 2048
-    float64_fraction: float = 0.5
+    float64_fraction: float = 0.5  # rate of float64 beside float32's, without tensor cores
+    # multiplies_float8, multiplies_int8: whether its tensor cores multiply floats or integers of 8 bits, twice as fast as floats of 16.
     multiplies_float8: bool = False
     multiplies_int8: bool = True
 

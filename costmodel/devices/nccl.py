@@ -112,29 +112,15 @@ _MESSAGE_LL_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """GPUs that exchange data through NCCL.
-
-    Attributes
-    ----------
-    wire : {"nvlink", "pcie"}
-        What joins the GPUs of a host.
-    generation : str
-        Row of NCCL's tables; older and unknown GPUs count as Volta.
-    bandwidth_bytes_per_s : float
-        What a rank sends to the next at once, over all rings.
-    message_bytes_per_s : float
-        What a single message between two of them reaches.
-    in_switch_sums : bool
-        Whether the switches between the GPUs of a host add up.
-    """
+    """GPUs that exchange data through NCCL."""
 
     num_ranks: int
     num_hosts: int
-    wire: Wire
-    generation: Generation
-    bandwidth_bytes_per_s: float
-    message_bytes_per_s: float = 0.0
-    in_switch_sums: bool = False
+    wire: Wire  # what joins the GPUs of a host
+    generation: Generation  # row of NCCL's tables; older and unknown GPUs count as Volta
+    bandwidth_bytes_per_s: float  # what a rank sends to the next at once, over all rings
+    message_bytes_per_s: float = 0.0  # what a single message between two of them reaches
+    in_switch_sums: bool = False  # whether the switches between the GPUs of a host add up
 
     def seconds(self, function: CollectiveName, size_bytes: float, bound: Bound = "central") -> float:
         """Return the seconds of a collective on buffers of `size_bytes`; of a gather or scatter, of all shares together."""

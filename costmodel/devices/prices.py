@@ -66,25 +66,16 @@ class Range:
 
 
 class Quote(FrozenModel):
-    """One figure of a price table.
+    """One figure of a price table."""
 
-    Attributes
-    ----------
-    value, low, high : float
-        The figure and its interval; `low` and `high` are `value` if left out.
-    of : datetime.date or None
-        The day that the figure is of, where the source says so.
-    basis : str
-        What kind of knowledge it is; ``assumed`` means that no source states it.
-    """
-
+    # value, low, high: the figure and its interval; `low` and `high` are `value` if left out.
     value: Positive
     low: Positive | None = None
     high: Positive | None = None
     source: str = Field(min_length=1)
     date: datetime.date
-    of: datetime.date | None = None
-    basis: Basis = "declared"
+    of: datetime.date | None = None  # the day that the figure is of, where the source says so
+    basis: Basis = "declared"  # what kind of knowledge it is; `assumed` means that no source states it
     note: str | None = None
 
     @model_validator(mode="after")
@@ -115,18 +106,12 @@ class ShareQuote(Quote):
 
 
 class Rent(Quote):
-    """A price per hour.
+    """A price per hour."""
 
-    Attributes
-    ----------
-    per : {"device", "machine"}
-        Whether single devices are rented, each with its share of the host, or only the whole machine.
-    provider, region : str or None
-        Who lets it, and where; None where the figure is of several.
-    """
-
+    # Whether single devices are rented, each with its share of the host, or only the whole machine.
     per: Literal["device", "machine"]
     term: Term = "on-demand"
+    # provider, region: who lets it, and where; None where the figure is of several.
     provider: str | None = None
     region: str | None = None
 
@@ -135,23 +120,14 @@ class Rent(Quote):
 
 
 class MachinePrices(FrozenModel):
-    """What one machine costs.
+    """What one machine costs."""
 
-    Attributes
-    ----------
-    rent_per_hour : tuple of Rent
-        One for each way to rent it, all of them for single devices or all for the whole machine; a file may have one alone.
-    purchase : Quote or None
-        Price of the whole machine.
-    rated_power_w : Quote or None
-        What the whole machine draws at most; judged from its processors if left out.
-    power_usage_effectiveness : Quote or None
-        Where it is not the table's, as for a machine outside of a data centre.
-    """
-
+    # One for each way to rent it, all of them for single devices or all for the whole machine; a file may have one alone.
     rent_per_hour: tuple[Rent, ...] = ()
-    purchase: Quote | None = None
+    purchase: Quote | None = None  # price of the whole machine
+    # What the whole machine draws at most; judged from its processors if left out.
     rated_power_w: Quote | None = None
+    # Where it is not the table's, as for a machine outside of a data centre.
     power_usage_effectiveness: Quote | None = None
 
     @field_validator("rent_per_hour", mode="before")
@@ -176,41 +152,27 @@ class MachinePrices(FrozenModel):
 
 
 class PriceTable(FrozenModel):
-    """Prices of machines, and what running one costs.
-
-    Attributes
-    ----------
-    date : datetime.date
-        When the table was put together.
-    currency : str
-        Three capital letters; every price of the table is in it.
-    power_usage_effectiveness : Quote
-        Site power over the machine's own.
-    load, idle : ShareQuote
-        Share of its rated power that a device (with its share of the machine) draws while the job runs, and while
-        it has nothing to do.
-    surroundings : Quote
-        Rated power of a machine over the TDP of its processors, where it states no rated power.
-    life_years, utilisation : Quote, ShareQuote
-        How long a machine is written off over, and the share of that time in which it has work.
-    machines : mapping of str to MachinePrices
-        By the name of a preset, or the path of a topology file.
-    not_priced : mapping of str to str
-        Presets of which no price is known, each with the reason.
-    """
+    """Prices of machines, and what running one costs."""
 
     format: Literal[1] = 1
-    date: datetime.date
+    date: datetime.date  # when the table was put together
+    # Three capital letters; every price of the table is in it.
     currency: Annotated[str, StringConstraints(pattern=r"^[A-Z]{3}$")]
     sources: dict[str, str] = Field(default_factory=dict)
     electricity_per_kwh: Quote
-    power_usage_effectiveness: Quote
+    power_usage_effectiveness: Quote  # site power over the machine's own
+    # load, idle: share of its rated power that a device (with its share of the machine) draws while the job runs, and while it has
+    # nothing to do.
     load: ShareQuote
     idle: ShareQuote
+    # Rated power of a machine over the TDP of its processors, where it states no rated power.
     surroundings: Quote
+    # life_years, utilisation: how long a machine is written off over, and the share of that time in which it has work.
     life_years: Quote
     utilisation: ShareQuote
+    # By the name of a preset, or the path of a topology file.
     machines: dict[str, MachinePrices] = Field(min_length=1)
+    # Presets of which no price is known, each with the reason.
     not_priced: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -256,24 +218,15 @@ class PriceTable(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class JobCost:
-    """What a job costs on a machine that is paid for one way.
-
-    Attributes
-    ----------
-    hours, money, energy_kwh : Range
-        Money includes electricity only where the machine is owned: who rents does not get that bill.
-    outlay : Range or None
-        Price of the machine, where it must be bought first.
-    rent : Rent or None
-        Of a rented machine.
-    """
+    """What a job costs on a machine that is paid for one way."""
 
     payment: Payment
+    # hours, money, energy_kwh: money includes electricity only where the machine is owned: who rents does not get that bill.
     hours: Range
     money: Range
     energy_kwh: Range
-    outlay: Range | None = None
-    rent: Rent | None = None
+    outlay: Range | None = None  # price of the machine, where it must be bought first
+    rent: Rent | None = None  # of a rented machine
 
     @property
     def terms(self) -> str:

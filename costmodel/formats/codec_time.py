@@ -104,16 +104,10 @@ def _add_symbols(work: Counter[str], side: str, encoding: Encoding, stats: Symbo
 
 @dataclass(frozen=True)
 class CodecProfile:
-    """What codecs take on one machine, with one thread.
-
-    Attributes
-    ----------
-    seconds : mapping of str to float
-        By constant, see :data:`CodecWork`.
-    """
+    """What codecs take on one machine, with one thread."""
 
     source: str
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float]  # by constant, see `CodecWork`
 
     def __post_init__(self) -> None:
         bad = {name: value for name, value in self.seconds.items() if not 0 <= value < math.inf}

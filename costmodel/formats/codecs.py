@@ -64,13 +64,6 @@ _FLUSH_BYTES = 8
 class CodecSpec:
     """A codec: how numbers become symbols, and symbols bytes.
 
-    Attributes
-    ----------
-    bits : int or None
-        1 to 8; None sends the numbers as they are, and then the other fields mean nothing.
-    grid, rounding, scope, encoding : str
-        ``"smallest"`` picks an encoding for every tensor anew.
-
     Raises
     ------
     PlanError
@@ -84,7 +77,9 @@ class CodecSpec:
     True
     """
 
+    # 1 to 8; None sends the numbers as they are, and then the other fields mean nothing.
     bits: int | None = None
+    # grid, rounding, scope, encoding: `"smallest"` picks an encoding for every tensor anew.
     grid: Grid = "symmetric"
     rounding: Rounding = "nearest"
     scope: Scope = "tensor"

@@ -35,50 +35,31 @@ COUNTER_BLOCK_ELEMENTS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution of tensors whose elements are alike and uncorrelated.
-
-    Attributes
-    ----------
-    sampling_class : str
-        What an element costs like.
-    mean : float
-        Expectation of an element.
-    is_sign : bool
-        Whether every element is 1 or -1.
-    partial_moments : callable or None
-        Given two numbers, the probability that an element lies between them, and its mean and mean square as far as it
-        does: what elements rounded to few bits are on average. None of signs, which are never rounded, and of factors.
-    smallest : float
-        Below every element but 0, in size.
-    is_single_threaded : bool
-        Whether one thread draws while others have nothing to do, so that several may draw at once.
-    granularity : int
-        On a CPU, a draw split at multiples of this equals the whole draw, if no chunk is shorter.
-    block_factor : int
-        How many times longer than others its ``counter`` blocks are on a CPU: more where an element costs less.
-    is_factored : bool
-        Whether a matrix is the product ``U·Vᵀ`` of two tall ones of independent elements, times a power of their rank
-        ``r``; tensors of other shapes are drawn element by element. Moments are then those of an element of ``U`` or ``V``.
-    rank_power, update_rank_power : float
-        A matrix is ``U·Vᵀ·r^rank_power``; an update goes along it times ``r^update_rank_power``.
-    is_resampled : bool
-        Whether the update samples the factors again, from a sequence that holds ``U`` alone. In a step that samples ``V``
-        anew, that is another ``U``.
-    """
+    """A distribution of tensors whose elements are alike and uncorrelated."""
 
     name: str
-    sampling_class: SamplingClass = "normal"
-    mean: float = 0.0
+    sampling_class: SamplingClass = "normal"  # what an element costs like
+    mean: float = 0.0  # expectation of an element
     second_moment: float = 1.0
-    is_sign: bool = False
+    is_sign: bool = False  # whether every element is 1 or -1
+    # Given two numbers, the probability that an element lies between them, and its mean and mean square as far as it does: what
+    # elements rounded to few bits are on average. None of signs, which are never rounded, and of factors.
     partial_moments: Callable[[float, float], tuple[float, float, float]] | None = None
-    smallest: float = 0.0
+    smallest: float = 0.0  # below every element but 0, in size
+    # Whether one thread draws while others have nothing to do, so that several may draw at once.
     is_single_threaded: bool = True
+    # On a CPU, a draw split at multiples of this equals the whole draw, if no chunk is shorter.
     granularity: int = sys.maxsize
+    # How many times longer than others its `counter` blocks are on a CPU: more where an element costs less.
     block_factor: int = 1
+    # Whether a matrix is the product `U·Vᵀ` of two tall ones of independent elements, times a power of their rank `r`; tensors of other
+    # shapes are drawn element by element. Moments are then those of an element of `U` or `V`.
     is_factored: bool = False
+    # rank_power, update_rank_power: a matrix is `U·Vᵀ·r^rank_power`; an update goes along it times `r^update_rank_power`.
     rank_power: float = 0.0
     update_rank_power: float = 0.0
+    # Whether the update samples the factors again, from a sequence that holds `U` alone. In a step that samples `V` anew, that is
+    # another `U`.
     is_resampled: bool = False
 
     def has_rows_apart(self, width: int) -> bool:

@@ -86,26 +86,6 @@ _CONTAINERS = (2, 4, 8)
 class QuantConfig:
     """How the weights of linear layers are quantized: format, scales and zero points.
 
-    Attributes
-    ----------
-    format : str
-        Format of the stored values.
-    scales : str
-        What shares a scale.
-    group_elements : int
-        Neighbouring inputs that share one, where `scales` is ``"group"``.
-    has_zero_point : bool
-        Whether quantized values count from a number of their own, so that the grid spans the least and the largest weight;
-        else it is symmetric, and 0 is stored as 0.
-    dtype : str
-        Format of the scales, and of parameters beside them that are no matrices.
-    is_full_range : bool
-        Whether symmetric integers use their lowest number, too: -8 of int4.
-    fit : str
-        Whether scales span the largest weight, or are those with the least mean squared error.
-    adapters : str or None
-        Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
-
     Examples
     --------
     >>> int4 = QuantConfig("int4", "group", group_elements=128, dtype="bfloat16")
@@ -113,13 +93,17 @@ class QuantConfig:
     (1179648, 36864)
     """
 
-    format: QuantFormat
-    scales: ScaleScope = "channel"
-    group_elements: int = 128
+    format: QuantFormat  # format of the stored values
+    scales: ScaleScope = "channel"  # what shares a scale
+    group_elements: int = 128  # neighbouring inputs that share one, where `scales` is `"group"`
+    # Whether quantized values count from a number of their own, so that the grid spans the least and the largest weight; else it is
+    # symmetric, and 0 is stored as 0.
     has_zero_point: bool = False
-    dtype: str = "float32"
-    is_full_range: bool = False
+    dtype: str = "float32"  # format of the scales, and of parameters beside them that are no matrices
+    is_full_range: bool = False  # whether symmetric integers use their lowest number, too: -8 of int4
+    # Whether scales span the largest weight, or are those with the least mean squared error.
     fit: Fit = "range"
+    # Format of the A and B of adapters beside these layers, one scale for each; None where they are numbers.
     adapters: QuantFormat | None = None
 
     @property
@@ -484,17 +468,11 @@ def updated_at_once(linear: Linear, share: float) -> int:
 
 
 class RowSamples(NamedTuple):
-    """What it takes to draw those rows of matrices that are not 0, from blocks of random numbers.
+    """What it takes to draw those rows of matrices that are not 0, from blocks of random numbers."""
 
-    Attributes
-    ----------
-    num_blocks : int
-        That hold any of them.
-    num_sampled, num_passed : int
-        Numbers from the first of them to the last in each block, which are drawn, and those before, which are passed over.
-    """
-
-    num_blocks: int
+    num_blocks: int  # that hold any of them
+    # num_sampled, num_passed: numbers from the first of them to the last in each block, which are drawn, and those before, which are
+    # passed over.
     num_sampled: int
     num_passed: int
 

@@ -39,24 +39,13 @@ QuantPass = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """The cost of one pass over quantized values, or of one call.
+    """The cost of one pass over quantized values, or of one call."""
 
-    Attributes
-    ----------
-    core_rate : float
-        How often a CPU's core does it per second, before anything is known of it: what one core of an AMD EPYC (2026) was seen to do.
-    memory : str
-        What its bandwidth is called where bytes say what it takes.
-    fixed_bytes : float
-        Read and written each time.
-    num_numbers : float
-        Numbers in the format that is computed in, besides.
-    """
-
+    # How often a CPU's core does it per second, before anything is known of it: what one core of an AMD EPYC (2026) was seen to do.
     core_rate: float
-    memory: Memory = "param_pass"
-    fixed_bytes: float = 0
-    num_numbers: float = 0
+    memory: Memory = "param_pass"  # what its bandwidth is called where bytes say what it takes
+    fixed_bytes: float = 0  # read and written each time
+    num_numbers: float = 0  # numbers in the format that is computed in, besides
 
     def size_bytes(self, times: int, dtype: str) -> int:
         """Return the bytes that are read and written."""

@@ -32,22 +32,13 @@ EstimatorName = Literal["normalised", "q-rge1", "q-rge2"]
 
 
 class Moments(NamedTuple):
-    """Moments of an element.
+    """Moments of an element."""
 
-    Attributes
-    ----------
-    second, fourth : float
-        ``E[û²]`` and ``E[û⁴]`` of one rounding.
-    cross : float
-        ``E[û₁·û₂]`` of two independent roundings of one number.
-    cross_fourth : float
-        ``E[û₁²·û₂²]`` of the same.
-    """
-
+    # second, fourth: `E[û²]` and `E[û⁴]` of one rounding.
     second: float
     fourth: float
-    cross: float
-    cross_fourth: float
+    cross: float  # `E[û₁·û₂]` of two independent roundings of one number
+    cross_fourth: float  # `E[û₁²·û₂²]` of the same
 
 
 def moments_of(distribution: Distribution, levels: Sequence[float]) -> Moments:
@@ -110,13 +101,6 @@ def _squared_error(distribution: Distribution, bits: int, reach: float) -> float
 class RoundedPerturbation:
     """A perturbation whose elements are rounded to a few bits, at random and without a bias where they are not clamped.
 
-    Attributes
-    ----------
-    bits : int
-        2 to 8.
-    sparsity : float
-        Probability ``1 - q`` that a row is 0.
-
     Examples
     --------
     >>> coarse = RoundedPerturbation("gaussian", 2)
@@ -125,8 +109,8 @@ class RoundedPerturbation:
     """
 
     distribution: DistributionName
-    bits: int
-    sparsity: float = 0.0
+    bits: int  # 2 to 8
+    sparsity: float = 0.0  # probability `1 - q` that a row is 0
 
     @property
     def highest(self) -> int:

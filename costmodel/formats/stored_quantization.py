@@ -56,21 +56,18 @@ class StoredQuantization(BaseModel):
 
     Attributes
     ----------
-    layout : str
-        See :data:`Layout`.
     weights, scales, group_elements, zero_point, activations
         As of :class:`zosim.plans.LowBits`, which has to have the same.
-    full_range : bool
-        Whether symmetric integers use their lowest number, too, -8 of int4: other tools' do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    layout: Layout
+    layout: Layout  # see `Layout`
     weights: QuantFormat
     scales: ScaleScope
     group_elements: PositiveInt = 128
     zero_point: bool = False
+    # Whether symmetric integers use their lowest number, too, -8 of int4: other tools' do.
     full_range: bool = False
     activations: Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"] = "none"
 

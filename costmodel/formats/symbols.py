@@ -16,60 +16,36 @@ _ONE_SIGN = 0.5
 
 
 class TensorSymbols(BaseModel):
-    """What is known of the symbols of one tensor that crosses a boundary.
-
-    Attributes
-    ----------
-    density : float
-        Part of them that is not the most frequent one.
-    entropy_bits : float or None
-        Entropy of a symbol; None to expect it from the density.
-    """
+    """What is known of the symbols of one tensor that crosses a boundary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    density: float = Field(ge=0, le=1)
+    density: float = Field(ge=0, le=1)  # part of them that is not the most frequent one
+    # Entropy of a symbol; None to expect it from the density.
     entropy_bits: float | None = Field(default=None, ge=0, le=8)
 
 
 class BoundarySymbols(BaseModel):
-    """What is known of the tensors that cross one boundary.
-
-    Attributes
-    ----------
-    first : TensorSymbols
-        Of the MLP's activation; behind a block of the hidden state.
-    residual : TensorSymbols or None
-        Of the residual stream beside an activation; None takes it to be normal.
-    """
+    """What is known of the tensors that cross one boundary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    first: TensorSymbols
+    first: TensorSymbols  # of the MLP's activation; behind a block of the hidden state
+    # Of the residual stream beside an activation; None takes it to be normal.
     residual: TensorSymbols | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolStatistics:
-    """What decides the size of a message.
-
-    Attributes
-    ----------
-    num_columns : int
-        Length of the last dimension.
-    num_kept : int
-        Elements whose symbol is not the background, ``k``.
-    histogram : tuple of int, optional
-        How often each symbol occurs. Without it, kept symbols count as equally frequent, which is the worst case.
-    measured_entropy_bits : float, optional
-        Entropy of a symbol where it was measured and the histogram was not.
-    """
+    """What decides the size of a message."""
 
     num_elements: int
-    num_columns: int
+    num_columns: int  # length of the last dimension
     bits: int
-    num_kept: int
+    num_kept: int  # elements whose symbol is not the background, `k`
+    # How often each symbol occurs. Without it, kept symbols count as equally frequent, which is the worst case.
     histogram: tuple[int, ...] | None = None
+    # Entropy of a symbol where it was measured and the histogram was not.
     measured_entropy_bits: float | None = None
 
     def __post_init__(self) -> None:

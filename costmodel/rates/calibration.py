@@ -53,30 +53,16 @@ _NOT_FITTED = frozenset(
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit found.
+    """What a fit found."""
 
-    Attributes
-    ----------
-    residuals : tuple of Row
-        Seconds, in the order of the measurements; those beside others have a flag.
-    identified : tuple of str
-        Constants that the data determine.
-    unidentified : mapping of str to str
-        The others, each with the reason; they keep (close to) the base profile's value and its interval.
-    condition : float or None
-        Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
-    steps : tuple of Row
-        Whole steps that were measured and not fitted, where there are any.
-    disturbances : tuple of str
-        What disturbed the measuring, in words.
-    """
-
-    residuals: tuple[Row, ...]
-    identified: tuple[str, ...]
+    residuals: tuple[Row, ...]  # seconds, in the order of the measurements; those beside others have a flag
+    identified: tuple[str, ...]  # constants that the data determine
+    # The others, each with the reason; they keep (close to) the base profile's value and its interval.
     unidentified: Mapping[str, str]
+    # Ratio of the largest to the smallest singular value of the data's Jacobian over the identified constants.
     condition: float | None
-    steps: tuple[Row, ...] = ()
-    disturbances: tuple[str, ...] = ()
+    steps: tuple[Row, ...] = ()  # whole steps that were measured and not fitted, where there are any
+    disturbances: tuple[str, ...] = ()  # what disturbed the measuring, in words
 
     @property
     def median_error(self) -> float:

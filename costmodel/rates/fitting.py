@@ -24,20 +24,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RobustLoss:
-    """A loss that is a square near zero and grows more slowly from a scale on.
+    """A loss that is a square near zero and grows more slowly from a scale on."""
 
-    Attributes
-    ----------
-    scale : float
-        Residual from which a measurement counts less and less.
-    of_square : callable
-        The loss of a scaled residual, given its square.
-    slope_of_square : callable
-        Its derivative by that square: how much a residual counts, 1 at zero.
-    """
-
-    scale: float
-    of_square: Callable[[Floats], Floats]
+    scale: float  # residual from which a measurement counts less and less
+    of_square: Callable[[Floats], Floats]  # the loss of a scaled residual, given its square
+    # Its derivative by that square: how much a residual counts, 1 at zero.
     slope_of_square: Callable[[Floats], Floats]
 
     def soften(self, residuals: Floats) -> Floats:
@@ -70,14 +61,9 @@ def cauchy(scale: float) -> RobustLoss:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known of constants before a measurement.
+    """What is known of constants before a measurement."""
 
-    Attributes
-    ----------
-    x, sigma : array
-        Logarithms of values, and their standard deviations.
-    """
-
+    # x, sigma: logarithms of values, and their standard deviations.
     x: Floats
     sigma: Floats
 

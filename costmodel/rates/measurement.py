@@ -17,27 +17,6 @@ Statistic = Literal["median", "fastest"]
 class Measurement:
     """How long a piece of work took.
 
-    Attributes
-    ----------
-    name : str
-        What was done. Its first word is its operation, by which reports are grouped.
-    seconds : float
-        Median duration; what the fit explains.
-    fastest_s : float
-        Shortest duration seen.
-    num_threads : int
-        Threads of the kernels; those of the profile that is fitted.
-    direction : {"h2d", "d2h"}
-        Which way ``copy_bytes`` went.
-    contended : bool
-        Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
-    weight : float
-        Of it in a fit, from 0 to 1: less for what is a small part of all that was done.
-    is_instruction : bool
-        Whether the work was done as an instruction of a program, whose own cost is then part of it.
-    is_bound : bool
-        Whether others disturbed it all the time: the work takes no longer, and perhaps far less.
-
     Notes
     -----
     For each compute format the fit needs:
@@ -52,16 +31,19 @@ class Measurement:
     What is missing keeps the base profile's value and interval.
     """
 
-    name: str
+    name: str  # what was done. Its first word is its operation, by which reports are grouped
     work: Work
-    seconds: float
-    fastest_s: float
+    seconds: float  # median duration; what the fit explains
+    fastest_s: float  # shortest duration seen
     num_samples: int
-    num_threads: int
-    direction: CopyDirection = "h2d"
+    num_threads: int  # threads of the kernels; those of the profile that is fitted
+    direction: CopyDirection = "h2d"  # which way `copy_bytes` went
+    # Whether something else ran beside it on purpose. Such measurements are reported and not fitted.
     contended: bool = False
-    weight: float = 1.0
+    weight: float = 1.0  # of it in a fit, from 0 to 1: less for what is a small part of all that was done
+    # Whether the work was done as an instruction of a program, whose own cost is then part of it.
     is_instruction: bool = False
+    # Whether others disturbed it all the time: the work takes no longer, and perhaps far less.
     is_bound: bool = False
 
     def __post_init__(self) -> None:

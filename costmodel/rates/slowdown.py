@@ -52,22 +52,14 @@ _WORK_TYPE_OF = {constant: work_type for work_type, constants in _CONSTANTS.item
 
 @dataclass(frozen=True)
 class Slowdown:
-    """The pace while a machine was calibrated.
+    """The pace while a machine was calibrated."""
 
-    Attributes
-    ----------
-    fast_s : float
-        What the reference takes at full speed.
-    ratio, low, high : float
-        Median of what it took, over that, and the range of this over seconds of the calibration.
-    fractions : mapping of str to float
-        Part of the reference's slowing that each kind of work sees; kinds that were not seen slowed are left out.
-    """
-
-    fast_s: float
+    fast_s: float  # what the reference takes at full speed
+    # ratio, low, high: median of what it took, over that, and the range of this over seconds of the calibration.
     ratio: float
     low: float
     high: float
+    # Part of the reference's slowing that each kind of work sees; kinds that were not seen slowed are left out.
     fractions: Mapping[WorkType, float]
 
 

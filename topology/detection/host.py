@@ -43,33 +43,19 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a process may use of its host.
-
-    Attributes
-    ----------
-    family : int
-        Family number of an x86 processor; 0 elsewhere.
-    flags : frozenset of str
-        Instruction set extensions.
-    frequency_hz : float
-        Base clock where it is known.
-    memory_bytes : int
-        Usable memory, limits of control groups included.
-    last_level_cache_bytes : int
-        Largest cache of the first usable processor; 0 if unknown.
-    """
+    """What a process may use of its host."""
 
     cpu_model: str
     vendor: str
-    family: int
-    flags: frozenset[str]
-    frequency_hz: float
+    family: int  # family number of an x86 processor; 0 elsewhere
+    flags: frozenset[str]  # instruction set extensions
+    frequency_hz: float  # base clock where it is known
     frequency_source: str
     packages: tuple[Package, ...]
     domains: tuple[NumaDomain, ...]
-    memory_bytes: int
+    memory_bytes: int  # usable memory, limits of control groups included
     memory_source: str
-    last_level_cache_bytes: int
+    last_level_cache_bytes: int  # largest cache of the first usable processor; 0 if unknown
 
     @property
     def num_cores(self) -> int:

@@ -42,27 +42,15 @@ _CORES = 16
 
 @dataclass(frozen=True, slots=True)
 class TopoMatrix:
-    """What ``nvidia-smi topo -m`` tells.
-
-    Attributes
-    ----------
-    levels : mapping of pair to str
-        PIX, PXB, PHB, NODE or SYS; pairs joined by NVLink are missing.
-    nvlinks : mapping of (name, name) to int
-        NVLinks of a pair of GPUs.
-    numa : mapping of str to int
-        NUMA domain of the GPUs for which one is printed, or that a list of processors tells apart.
-    cores : mapping of int to int
-        Physical cores per NUMA domain.
-    coherent : frozenset of str
-        GPUs whose memory is a NUMA domain of its own (GPU NUMA ID), as behind NVLink-C2C.
-    """
+    """What ``nvidia-smi topo -m`` tells."""
 
     devices: tuple[str, ...]
-    levels: dict[Pair, str]
-    nvlinks: dict[tuple[str, str], int]
+    levels: dict[Pair, str]  # PIX, PXB, PHB, NODE or SYS; pairs joined by NVLink are missing
+    nvlinks: dict[tuple[str, str], int]  # NVLinks of a pair of GPUs
+    # NUMA domain of the GPUs for which one is printed, or that a list of processors tells apart.
     numa: dict[str, int]
-    cores: dict[int, int]
+    cores: dict[int, int]  # physical cores per NUMA domain
+    # GPUs whose memory is a NUMA domain of its own (GPU NUMA ID), as behind NVLink-C2C.
     coherent: frozenset[str] = frozenset()
 
     @property

@@ -31,19 +31,13 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ComparedLine:
-    """One label or one instruction, per step.
-
-    Attributes
-    ----------
-    predicted_s, measured_s : float or None
-        Medians over the periodic steps of its seconds per step; None where the timeline does not have it.
-    contribution_s : float
-        Its seconds on the predicted critical path less those on the measured one, per step.
-    """
+    """One label or one instruction, per step."""
 
     name: str
+    # predicted_s, measured_s: medians over the periodic steps of its seconds per step; None where the timeline does not have it.
     predicted_s: float | None
     measured_s: float | None
+    # Its seconds on the predicted critical path less those on the measured one, per step.
     contribution_s: float
 
     @property
@@ -68,14 +62,9 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True)
 class AtSlowdown:
-    """What is predicted at the pace at which a machine was found before it ran.
+    """What is predicted at the pace at which a machine was found before it ran."""
 
-    Attributes
-    ----------
-    slower : float
-        By which part of its time work takes longer than the profile says; negative where it takes less.
-    """
-
+    # By which part of its time work takes longer than the profile says; negative where it takes less.
     slower: float
     step_s: float
 

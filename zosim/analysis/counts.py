@@ -13,29 +13,18 @@ from zosim.program.program_set import ProgramSet
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What all ranks send in one step.
+    """What all ranks send in one step."""
 
-    Attributes
-    ----------
-    num_activations, activation_bytes : int
-        Messages that go forward across split points, and their expected bytes.
-    num_gradients, gradient_bytes : int
-        Those that go back.
-    num_scalars : int
-        Losses that a rank made and another got, once for each that got it.
-    scalar_bytes : int
-        What their exchange puts on wires, with counts of labels and with places of losses that others made.
-    reduced_bytes : int
-        Received in sums of gradients.
-    """
-
+    # num_activations, activation_bytes: messages that go forward across split points, and their expected bytes.
     num_activations: int = 0
     activation_bytes: int = 0
+    # num_gradients, gradient_bytes: those that go back.
     num_gradients: int = 0
     gradient_bytes: int = 0
-    num_scalars: int = 0
+    num_scalars: int = 0  # losses that a rank made and another got, once for each that got it
+    # What their exchange puts on wires, with counts of labels and with places of losses that others made.
     scalar_bytes: int = 0
-    reduced_bytes: int = 0
+    reduced_bytes: int = 0  # received in sums of gradients
 
     @property
     def size_bytes(self) -> int:

@@ -33,21 +33,14 @@ _ENDLESS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class PathSegment:
-    """A stretch of the critical path.
-
-    Attributes
-    ----------
-    label : str
-        The instruction's label; ``dispatch`` for a gap before it although all that it waits for was done,
-        ``wait`` for a gap whose cause lies outside of the spans.
-    instruction : str
-        Instruction that runs, or that the gap stands before.
-    """
+    """A stretch of the critical path."""
 
     start_s: float
     end_s: float
+    # The instruction's label; `dispatch` for a gap before it although all that it waits for was done, `wait` for a gap whose cause lies
+    # outside of the spans.
     label: str
-    instruction: str
+    instruction: str  # instruction that runs, or that the gap stands before
     step: int
     stream: Stream
     segment: str
@@ -66,17 +59,11 @@ class PathSegment:
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """Segments, in order of time, that tile an interval without hole or overlap.
-
-    Attributes
-    ----------
-    num_steps : int
-        Steps that the interval spans.
-    """
+    """Segments, in order of time, that tile an interval without hole or overlap."""
 
     rank: int
     segments: tuple[PathSegment, ...]
-    num_steps: int
+    num_steps: int  # steps that the interval spans
 
     def __post_init__(self) -> None:
         touching = all(a.end_s == b.start_s for a, b in pairwise(self.segments))
@@ -103,20 +90,12 @@ class CriticalPath:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What a critical path mostly consists of.
+    """What a critical path mostly consists of."""
 
-    Attributes
-    ----------
-    description : str
-        Such as ``upload over pcie`` or ``forward (matmul)``.
-    share : float
-        Part of the path's time, 0 to 1.
-    """
-
-    description: str
+    description: str  # such as `upload over pcie` or `forward (matmul)`
     label: str
     limiter: str
-    share: float
+    share: float  # part of the path's time, 0 to 1
     seconds_per_step: float
 
 

@@ -22,22 +22,14 @@ _MAX_PAIRS = 64
 
 @dataclass(frozen=True)
 class Lever:
-    """One figure, and the machine with that figure changed.
-
-    Attributes
-    ----------
-    value : float
-        The same in `unit`, an SI unit.
-    targets : frozenset of str
-        The nodes or links that have it.
-    """
+    """One figure, and the machine with that figure changed."""
 
     type: LeverType
     name: str
     now: str
-    value: float
+    value: float  # the same in `unit`, an SI unit
     unit: str
-    targets: frozenset[str]
+    targets: frozenset[str]  # the nodes or links that have it
     quantity: Quantity
 
     def apply(self, topology: Topology, factor: float) -> Topology:

@@ -52,22 +52,18 @@ class Chart:
 
     Attributes
     ----------
-    root : str
-        Id of the page's element that it stands in.
-    across, unit : str
-        Units of the axes: ``s``, ``bytes`` or empty.
     names, colours : tuple of str
         Of each line.
-    columns : tuple of tuple
-        Positions on the axis, then the values of each line; None where a line has none.
     """
 
-    root: str
+    root: str  # id of the page's element that it stands in
     title: str
     across_name: str
+    # across, unit: units of the axes: `s`, `bytes` or empty.
     across: str
     unit: str
     names: tuple[str, ...]
+    # Positions on the axis, then the values of each line; None where a line has none.
     columns: tuple[tuple[Any, ...], ...]
     stacked: bool = False
 

@@ -50,27 +50,13 @@ _HOST_TERMS = ("dispatch", "overhead")
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """An operation as the simulator sees it.
+    """An operation as the simulator sees it."""
 
-    Attributes
-    ----------
-    seconds : float
-        Duration with nothing else running.
-    bound : float
-        Its rate then, in a unit of its own: bytes/s for a flow, 1 for everything else.
-    weight : float
-        Rate that counts as much as full speed does for an activity of bound 1.
-    uses : tuple of (str, float)
-        Resources, with what a unit of rate takes of each.
-    limiter : str
-        What the duration consists of mostly.
-    """
-
-    seconds: float
-    bound: float = 1.0
-    weight: float = 1.0
-    uses: tuple[tuple[str, float], ...] = ()
-    limiter: str = ""
+    seconds: float  # duration with nothing else running
+    bound: float = 1.0  # its rate then, in a unit of its own: bytes/s for a flow, 1 for everything else
+    weight: float = 1.0  # rate that counts as much as full speed does for an activity of bound 1
+    uses: tuple[tuple[str, float], ...] = ()  # resources, with what a unit of rate takes of each
+    limiter: str = ""  # what the duration consists of mostly
 
     def loads(self) -> Iterator[tuple[str, float]]:
         """Yield what it takes of every resource in all, by name: seconds times rate."""
@@ -79,37 +65,21 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The path from a rank to another.
+    """The path from a rank to another."""
 
-    Attributes
-    ----------
-    latency_s : float
-        Of one message.
-    bandwidth_bytes_per_s : float
-        Of the narrowest link on the path.
-    uses : tuple of (str, float)
-        What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
-    wire : str
-        Technology of the narrowest link; ``memory`` within one host's memory.
-    core_s_per_byte : float
-        Seconds of a host's core for a byte that is sent and one that comes, where cores carry them; 0 within one host's memory
-        says that it is a core all the time.
-    busy_latency_s : float
-        Seconds that an exchange takes beyond that where ranks compute: its threads wait for their turns on a core. Between hosts of
-        a large one, within a host's memory of each message that brings weights.
-    busy_core_s : float
-        Seconds that such a message within a host takes of a core.
-    nccl : Communicator, optional
-        Of GPUs: what chooses an algorithm and says what it takes. Without it, the better of ring and recursive doubling.
-    """
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    latency_s: float  # of one message
+    bandwidth_bytes_per_s: float  # of the narrowest link on the path
+    # What lies on the way, with what a byte sent takes of each; nothing within one host's memory.
     uses: tuple[tuple[str, float], ...] = ()
-    wire: str = "memory"
+    wire: str = "memory"  # technology of the narrowest link; `memory` within one host's memory
+    # Seconds of a host's core for a byte that is sent and one that comes, where cores carry them; 0 within one host's memory says that
+    # it is a core all the time.
     core_s_per_byte: float = 0.0
+    # Seconds that an exchange takes beyond that where ranks compute: its threads wait for their turns on a core. Between hosts of a
+    # large one, within a host's memory of each message that brings weights.
     busy_latency_s: float = 0.0
-    busy_core_s: float = 0.0
+    busy_core_s: float = 0.0  # seconds that such a message within a host takes of a core
+    # Of GPUs: what chooses an algorithm and says what it takes. Without it, the better of ring and recursive doubling.
     nccl: Communicator | None = None
 
     def message_s(self, size_bytes: float, bound: Bound = "central") -> float:
@@ -147,18 +117,12 @@ class Ring(Hop):
 
 @dataclass(frozen=True, slots=True)
 class Drives:
-    """The drives of a host, which every byte is spread over.
+    """The drives of a host, which every byte is spread over."""
 
-    Attributes
-    ----------
-    read_bytes_per_s, write_bytes_per_s : float
-        Of all together.
-    reads, writes : tuple of (str, float)
-        What lies on the way, with what a byte takes of each.
-    """
-
+    # read_bytes_per_s, write_bytes_per_s: of all together.
     read_bytes_per_s: float
     write_bytes_per_s: float
+    # reads, writes: what lies on the way, with what a byte takes of each.
     reads: tuple[tuple[str, float], ...]
     writes: tuple[tuple[str, float], ...]
 

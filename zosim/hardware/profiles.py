@@ -56,21 +56,14 @@ def save_host_profile(profile: Profile, *, keep_disturbed: bool = False) -> Path
 
 @dataclass(frozen=True)
 class Profiles:
-    """What operations cost on every device of a topology.
-
-    Attributes
-    ----------
-    path, num_threads, is_host
-        As for :func:`profile_for`.
-    before : Topology or None
-        The machine before its figures changed, which calibrated rates are of.
-    """
+    """What operations cost on every device of a topology."""
 
     topology: Topology
+    # path, num_threads, is_host: as for `profile_for`.
     path: str | Path | None = None
     num_threads: int | None = None
     is_host: bool = False
-    before: Topology | None = None
+    before: Topology | None = None  # the machine before its figures changed, which calibrated rates are of
     _known: dict[object, Profile] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, device: str, num_ranks: int = 1) -> Profile:

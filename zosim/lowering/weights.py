@@ -55,17 +55,11 @@ SIGN_SCRATCH_ELEMENTS = 1 << 16
 
 
 class Transition(NamedTuple):
-    """One perturbation on the path of a perturbation.
-
-    Attributes
-    ----------
-    scale : int
-        Multiple of the perturbation.
-    """
+    """One perturbation on the path of a perturbation."""
 
     before: EvalPoint
     eval_point: EvalPoint
-    scale: int
+    scale: int  # multiple of the perturbation
 
 
 class EvalPoints(AxisWriter):

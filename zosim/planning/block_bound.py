@@ -64,23 +64,14 @@ _MOVES = frozenset({"upload", "offload", "gather", "widen", "narrow", "allocate"
 
 @dataclass(frozen=True)
 class BlockBound:
-    """One rank of a plan.
+    """One rank of a plan."""
 
-    Attributes
-    ----------
-    period_s : float
-        Seconds per step, at least.
-    loads : tuple of float
-        What a step takes of every resource of the rank's machine, in their order: seconds times rate.
-    loads_behind : tuple of float
-        Of these, what uploads take that nothing lets begin before losses are exchanged.
-    computed_s : float
-        Seconds of computation in a step until losses are exchanged; infinite where they are not.
-    """
-
-    period_s: float
+    period_s: float  # seconds per step, at least
+    # What a step takes of every resource of the rank's machine, in their order: seconds times rate.
     loads: tuple[float, ...]
+    # Of these, what uploads take that nothing lets begin before losses are exchanged.
     loads_behind: tuple[float, ...]
+    # Seconds of computation in a step until losses are exchanged; infinite where they are not.
     computed_s: float
     footprint: Footprint
     num_instructions: int

@@ -47,49 +47,24 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Bound:
-    """What is known of a plan before it is lowered.
+    """What is known of a plan before it is lowered."""
 
-    Attributes
-    ----------
-    seconds : float
-        Of a step, at least.
-    num_instructions : int
-        Of the longest rank's step.
-    footprints : Footprints
-        Of one rank and one host of each class.
-    missing : str
-        What does not fit and by how much; empty if everything does.
-    missing_bytes : int
-        How much that is altogether, of a device's memory, of a host's and of its drives.
-    lacks_host : bool
-        Whether a host's memory is among what does not suffice.
-    """
-
-    seconds: float
-    num_instructions: int
-    footprints: Footprints
-    missing: str
-    missing_bytes: int
-    lacks_host: bool = False
+    seconds: float  # of a step, at least
+    num_instructions: int  # of the longest rank's step
+    footprints: Footprints  # of one rank and one host of each class
+    missing: str  # what does not fit and by how much; empty if everything does
+    missing_bytes: int  # how much that is altogether, of a device's memory, of a host's and of its drives
+    lacks_host: bool = False  # whether a host's memory is among what does not suffice
 
 
 @dataclass(frozen=True)
 class _RankClasses:
-    """Kinds of ranks on a placement, and which of them share a host.
+    """Kinds of ranks on a placement, and which of them share a host."""
 
-    Attributes
-    ----------
-    ranks : tuple of int
-        A rank of each class: classes differ in what they do, or in their machines otherwise than by names.
-    hosts : mapping of str to tuple of (int, int)
-        Ranks with their classes, for one host of each class.
-    pipelines : tuple of tuple of int
-        One of each that is made of other classes.
-    """
-
+    # A rank of each class: classes differ in what they do, or in their machines otherwise than by names.
     ranks: tuple[int, ...]
-    hosts: dict[str, tuple[tuple[int, int], ...]]
-    pipelines: tuple[tuple[int, ...], ...]
+    hosts: dict[str, tuple[tuple[int, int], ...]]  # ranks with their classes, for one host of each class
+    pipelines: tuple[tuple[int, ...], ...]  # one of each that is made of other classes
 
 
 class Bounds:

@@ -25,21 +25,15 @@ _NUM_RIVALS = 3
 
 @dataclass(frozen=True)
 class Derivative:
-    """What one figure of a machine is to a plan.
-
-    Attributes
-    ----------
-    step_time_s, device_bytes, host_bytes : float
-        Derivatives by the figure, in SI units: seconds, or bytes of the fullest device and host, for each unit of it.
-    elasticity : float
-        Percent by which the step changes with a percent more of it.
-    """
+    """What one figure of a machine is to a plan."""
 
     lever: Lever
+    # step_time_s, device_bytes, host_bytes: derivatives by the figure, in SI units: seconds, or bytes of the fullest device and host,
+    # for each unit of it.
     step_time_s: float
     device_bytes: float
     host_bytes: float
-    elasticity: float
+    elasticity: float  # percent by which the step changes with a percent more of it
 
     @property
     def matters(self) -> bool:
@@ -95,19 +89,12 @@ def limits(planned: PlannedRun) -> tuple[Bottleneck, ...]:
 
 @dataclass(frozen=True)
 class NextLimit:
-    """What a step depends on most once another figure no longer holds it up.
+    """What a step depends on most once another figure no longer holds it up."""
 
-    Attributes
-    ----------
-    first, then : Lever
-        The figure on which it depends most now, and the one on which it does then.
-    factor : float
-        How many times as large the first (a latency: as small) has to be for that.
-    """
-
+    # first, then: the figure on which it depends most now, and the one on which it does then.
     first: Lever
     then: Lever
-    factor: float
+    factor: float  # how many times as large the first (a latency: as small) has to be for that
     step_time_s: float
 
 

@@ -21,20 +21,12 @@ _NUM_INSTRUCTIONS = 10
 
 @dataclass(frozen=True)
 class ComparedSide:
-    """One prediction or measurement.
-
-    Attributes
-    ----------
-    measured : Timeline or None
-        None for a prediction.
-    rank : int or None
-        Rank whose critical path counts; by default the last to end its steps.
-    """
+    """One prediction or measurement."""
 
     name: str
     planned: PlannedRun
-    measured: Timeline | None = None
-    rank: int | None = None
+    measured: Timeline | None = None  # none for a prediction
+    rank: int | None = None  # rank whose critical path counts; by default the last to end its steps
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -85,18 +77,11 @@ class ComparedSide:
 
 @dataclass(frozen=True)
 class DifferenceRow:
-    """A quantity on all sides.
-
-    Attributes
-    ----------
-    values : tuple of float or None
-        One for each side; None where it has no such thing.
-    contributions : tuple of float
-        Of seconds: what it has on the critical path of each side, less on that of the last.
-    """
+    """A quantity on all sides."""
 
     name: str
-    values: tuple[float | None, ...]
+    values: tuple[float | None, ...]  # one for each side; None where it has no such thing
+    # Of seconds: what it has on the critical path of each side, less on that of the last.
     contributions: tuple[float, ...] = ()
 
 

@@ -31,21 +31,13 @@ ARENAS = "device memory of the ranks"
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one rank, on its device and on its host.
+    """Memory of one rank, on its device and on its host."""
 
-    Attributes
-    ----------
-    components : tuple of MemoryComponent
-        Buffers by role, the largest workspace of any instruction, and what the runtime takes.
-    shared : tuple of MemoryComponent
-        Those of the host's components that all ranks of the host have in common.
-    is_cpu : bool
-        Whether the device is a CPU, whose memory is the host's.
-    """
-
+    # Buffers by role, the largest workspace of any instruction, and what the runtime takes.
     components: tuple[MemoryComponent, ...]
+    # Those of the host's components that all ranks of the host have in common.
     shared: tuple[MemoryComponent, ...] = ()
-    is_cpu: bool = False
+    is_cpu: bool = False  # whether the device is a CPU, whose memory is the host's
 
     @property
     def device_bytes(self) -> int:
@@ -70,22 +62,13 @@ class Footprint:
 
 @dataclass(frozen=True)
 class HostFootprint:
-    """Memory that the ranks of one host take of it together.
+    """Memory that the ranks of one host take of it together."""
 
-    Attributes
-    ----------
-    host : str
-        Its node, or nothing where the plan does not name hosts.
-    components : tuple of MemoryComponent
-        Buffers by role, those that ranks share counted once; where the devices are CPUs, their memory too.
-    disk_bytes : int
-        What the ranks keep on the drives of the host.
-    """
-
-    host: str
+    host: str  # its node, or nothing where the plan does not name hosts
     ranks: tuple[int, ...]
+    # Buffers by role, those that ranks share counted once; where the devices are CPUs, their memory too.
     components: tuple[MemoryComponent, ...]
-    disk_bytes: int = 0
+    disk_bytes: int = 0  # what the ranks keep on the drives of the host
 
     @classmethod
     def of(cls, host: str, ranks: Sequence[int], taken: Sequence[Footprint]) -> HostFootprint:
@@ -117,15 +100,9 @@ class HostFootprint:
 
 @dataclass(frozen=True)
 class Footprints:
-    """Memory of all ranks.
+    """Memory of all ranks."""
 
-    Attributes
-    ----------
-    ranks : tuple of Footprint
-        In rank order.
-    """
-
-    ranks: tuple[Footprint, ...]
+    ranks: tuple[Footprint, ...]  # in rank order
     hosts: tuple[HostFootprint, ...]
 
     @cached_property

@@ -14,38 +14,23 @@ from zosim.program.operations import Send
 
 @dataclass(frozen=True)
 class BoundaryTraffic:
-    """What crosses one boundary in a step, over all pipelines.
-
-    Attributes
-    ----------
-    size_bytes : int
-        As expected.
-    most_bytes : int
-        Never exceeded.
-    """
+    """What crosses one boundary in a step, over all pipelines."""
 
     split_point: str
     num_messages: int
-    size_bytes: int
-    most_bytes: int
+    size_bytes: int  # as expected
+    most_bytes: int  # never exceeded
 
 
 @dataclass(frozen=True)
 class Pipelining:
-    """A step of several stages.
+    """A step of several stages."""
 
-    Attributes
-    ----------
-    bubbles : tuple of float
-        For each stage, the part of the step in which it does nothing, on the first pipeline: neither computes nor draws and
-        writes ahead what it computes with.
-    num_losses : int
-        Evaluation points whose losses all ranks get, once per step.
-    """
-
+    # For each stage, the part of the step in which it does nothing, on the first pipeline: neither computes nor draws and writes ahead
+    # what it computes with.
     bubbles: tuple[float, ...]
     boundaries: tuple[BoundaryTraffic, ...]
-    num_losses: int
+    num_losses: int  # evaluation points whose losses all ranks get, once per step
 
 
 def pipelining(planned: PlannedRun) -> Pipelining:

@@ -41,17 +41,11 @@ _FEW_RANKS = 16
 
 @dataclass(frozen=True)
 class Contention:
-    """Something that several ranks use.
-
-    Attributes
-    ----------
-    share : float
-        Part of a step's time for which it would be busy if it served them one after the other.
-    """
+    """Something that several ranks use."""
 
     resource: str
     ranks: tuple[int, ...]
-    share: float
+    share: float  # part of a step's time for which it would be busy if it served them one after the other
 
 
 @dataclass(frozen=True)

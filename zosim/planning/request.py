@@ -128,26 +128,17 @@ _SHARED: tuple[Method, ...] = ("pertp", "ddp", "2d")
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a plan may use, and how fast it is.
-
-    Attributes
-    ----------
-    device : str
-        Node that the first rank runs on.
-    profiles : Profiles or None
-        What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
-    max_ranks : int
-        Ranks that a plan may have where nobody says how many. Several may run on one CPU, on a GPU one.
-    is_device_named : bool
-        Whether the first rank has to be on `device`; otherwise devices are chosen by what they are, and `device` is the fastest.
-    """
+    """The hardware that a plan may use, and how fast it is."""
 
     topology: Topology
     name: str
-    device: str
+    device: str  # node that the first rank runs on
     profile: Profile
+    # What operations cost on the other devices, or where ranks share one; by default what they cost on `device`.
     profiles: Profiles | None = None
+    # Ranks that a plan may have where nobody says how many. Several may run on one CPU, on a GPU one.
     max_ranks: int = 1
+    # Whether the first rank has to be on `device`; otherwise devices are chosen by what they are, and `device` is the fastest.
     is_device_named: bool = True
 
     @property

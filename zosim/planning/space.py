@@ -38,19 +38,13 @@ _FEW_HOSTS = 4
 
 @dataclass(frozen=True)
 class PlanShape:
-    """Ranks, the devices that they are on, and where the model is split.
-
-    Attributes
-    ----------
-    least_s : float
-        What forwards and messages alone take in a step, of any plan of the shape.
-    """
+    """Ranks, the devices that they are on, and where the model is split."""
 
     mesh: Mesh
     placement: Placement
     model: ModelSpec
     split: Split
-    least_s: float = 0.0
+    least_s: float = 0.0  # what forwards and messages alone take in a step, of any plan of the shape
 
 
 def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[PlanShape]:

@@ -38,18 +38,11 @@ RENAMED: Mapping[str, str] = {"tensors.cut": "split_point", "tensors.crossing": 
 
 @dataclass(frozen=True)
 class Probed:
-    """What ``zosim probe`` found of the tensors that cross one boundary.
-
-    Attributes
-    ----------
-    density : float
-        Of the first of them, the activation or the hidden state, before any codec.
-    symbols : mapping of tuple to TensorSymbols
-        By tensor (``"activation"`` and ``"residual"``, or ``"hidden"``) and codec, whatever the encoding.
-    """
+    """What ``zosim probe`` found of the tensors that cross one boundary."""
 
     split_point: str
-    density: float
+    density: float  # of the first of them, the activation or the hidden state, before any codec
+    # By tensor (`"activation"` and `"residual"`, or `"hidden"`) and codec, whatever the encoding.
     symbols: Mapping[tuple[str, str], TensorSymbols]
 
     def through(self, codec: CodecSpec, residual_codec: CodecSpec) -> BoundarySymbols:
@@ -87,23 +80,13 @@ def _without_encoding(spec: CodecSpec) -> str:
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """What is asked of split points.
+    """What is asked of split points."""
 
-    Attributes
-    ----------
-    split_points : tuple of str
-        The only ones to plan for; by default any.
-    codecs : tuple of (str, str)
-        For MLP activations and for the residual stream.
-    densities : mapping of str to float or Probed
-        Of what crosses each boundary, where it was measured; 1 for the others.
-    split_model : callable or None
-        How to split inside blocks; unless given, a model is split where it is split already, and between blocks.
-    """
-
-    split_points: tuple[str, ...] = ()
-    codecs: tuple[str, str] = ("none", "none")
+    split_points: tuple[str, ...] = ()  # the only ones to plan for; by default any
+    codecs: tuple[str, str] = ("none", "none")  # for MLP activations and for the residual stream
+    # Of what crosses each boundary, where it was measured; 1 for the others.
     densities: Mapping[str, float | Probed] = field(default_factory=dict)
+    # How to split inside blocks; unless given, a model is split where it is split already, and between blocks.
     split_model: SplitModel | None = None
 
     @classmethod

@@ -89,21 +89,11 @@ class PlacedPipeline:
 
 @dataclass(frozen=True)
 class SegmentSeconds:
-    """What each segment of the model with every block split takes on one device.
+    """What each segment of the model with every block split takes on one device."""
 
-    Attributes
-    ----------
-    forward : numpy.ndarray
-        For one evaluation point.
-    once : numpy.ndarray
-        For all else in a step: draws, perturbations, updates.
-    skip : numpy.ndarray
-        For passing over its perturbations, as a later stage does; 0 where none has to.
-    """
-
-    forward: Seconds
-    once: Seconds
-    skip: Seconds
+    forward: Seconds  # for one evaluation point
+    once: Seconds  # for all else in a step: draws, perturbations, updates
+    skip: Seconds  # for passing over its perturbations, as a later stage does; 0 where none has to
     weight_bytes: Seconds
 
 
@@ -489,8 +479,6 @@ class _CostTable:
         seconds of forwards alone.
     boundary_s : array of shape (num_boundaries,)
         Of one message across each place; 0 at both ends.
-    total_s : float
-        Of one point through the whole model.
     """
 
     busy_s: Seconds
@@ -498,4 +486,4 @@ class _CostTable:
     boundary_s: Seconds
     weight_bytes: Seconds
     forward_s: Seconds
-    total_s: float
+    total_s: float  # of one point through the whole model

@@ -162,15 +162,10 @@ _QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
 
 @dataclass(frozen=True)
 class Variant:
-    """Values of the axes that a shape leaves open.
-
-    Attributes
-    ----------
-    relaxed : int or None
-        Number of a variant, before this one, that waits for less and so is at least as fast, in more device memory.
-    """
+    """Values of the axes that a shape leaves open."""
 
     axes: Mapping[str, Axis]
+    # Number of a variant, before this one, that waits for less and so is at least as fast, in more device memory.
     relaxed: int | None
 
 

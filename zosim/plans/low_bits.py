@@ -46,45 +46,11 @@ class LowBits(Axis):
     Token table, head, norms, biases and positions stay in :attr:`Weights.dtype`, as do scales. The quantized values are never moved to an evaluation
     point: forwards read them and the perturbation, and add ``ε·x·Ûᵀ`` to ``x·Wᵀ``, or multiply by ``W + ε·Û``. Updates are
     rounded at random onto the grid.
-
-    Attributes
-    ----------
-    weights : str
-        Format of the quantized values; ``"none"`` for linear layers that are kept as all others.
-    scales : str
-        What shares a scale.
-    group_elements : int
-        Neighbouring inputs that share one, under ``scales="group"``.
-    fit : str
-        Whether scales span the largest weight, or are those with the least mean squared error.
-    zero_point : bool
-        Whether the grid spans the least and the largest weight, not as much on both sides of 0.
-    adapters : str
-        Format of the A and B of adapters beside quantized values, with one scale for each; ``"none"`` for numbers. They are tuned on their
-        grids, as other quantized values are.
-    perturbation_bits : int
-        Bits that perturbations of all parameters are rounded to, at random, each in a byte.
-    estimator : str
-        What a projected gradient along the rounded perturbation ``û₁`` is multiplied by: ``"q-rge1"`` by ``û₁``, ``"q-rge2"``
-        by another rounding ``û₂`` of the same perturbation, ``"normalised"`` by ``û₁`` over its second moment.
-    update_rounding : str
-        ``"perturbation"``: the quantized updates by each perturbation is rounded at random by itself, as QuZO's equation 15 has it; ``"step"``: the
-        sum of a step's, once.
-    sparsity : float
-        Probability that a row of the perturbation of a quantized weight, an output channel, is 0 in a step. Others are
-        ``1/√(1 - sparsity)`` times as long, so that perturbations are as long on average.
-    activations : str
-        Format of the inputs of quantized linear layers: ``"none"``, or int8 or e4m3 with a scale for each token or one for all, as
-        large as the inputs of each product make it.
-    kernel : str or None
-        What multiplies, :attr:`product`; None for ``"int_mm"`` where activations are int8, ``"scaled_mm"`` where they are e4m3,
-        else ``"dequantize"``.
-    fallback : bool
-        Whether a run may dequantize where the device has no such kernel.
     """
 
     heading = "Precision"
 
+    # Format of the quantized values; `"none"` for linear layers that are kept as all others.
     weights: Annotated[
         Literal["none", QuantFormat],
         Setting(
@@ -93,10 +59,12 @@ class LowBits(Axis):
             "numbers",
         ),
     ] = "none"
+    # What shares a scale.
     scales: Annotated[
         ScaleScope,
         Setting("--weight-scales", "Scope of a scale of quantized weights.", "numbers", expert=True),
     ] = "channel"
+    # Neighbouring inputs that share one, under `scales="group"`.
     group_elements: Annotated[
         int,
         Field(ge=8, le=1 << 16, multiple_of=8),
@@ -107,6 +75,7 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = 128
+    # Whether scales span the largest weight, or are those with the least mean squared error.
     fit: Annotated[
         Fit,
         Setting(
@@ -116,6 +85,7 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = "range"
+    # Whether the grid spans the least and the largest weight, not as much on both sides of 0.
     zero_point: Annotated[
         bool,
         Setting(
@@ -125,6 +95,8 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = False
+    # Format of the A and B of adapters beside quantized values, with one scale for each; `"none"` for numbers. They are tuned on their
+    # grids, as other quantized values are.
     adapters: Annotated[
         Literal["none", QuantFormat],
         Setting(
@@ -134,6 +106,7 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = "none"
+    # Bits that perturbations of all parameters are rounded to, at random, each in a byte.
     perturbation_bits: Annotated[
         int,
         Field(ge=2, le=8),
@@ -144,6 +117,8 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = 8
+    # What a projected gradient along the rounded perturbation `û₁` is multiplied by: `"q-rge1"` by `û₁`, `"q-rge2"` by another rounding
+    # `û₂` of the same perturbation, `"normalised"` by `û₁` over its second moment.
     estimator: Annotated[
         EstimatorName,
         Setting(
@@ -155,6 +130,8 @@ class LowBits(Axis):
             heading="Estimator and optimizer",
         ),
     ] = "normalised"
+    # `"perturbation"`: the quantized updates by each perturbation is rounded at random by itself, as QuZO's equation 15 has it;
+    # `"step"`: the sum of a step's, once.
     update_rounding: Annotated[
         Literal["perturbation", "step"],
         Setting(
@@ -165,6 +142,8 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = "perturbation"
+    # Probability that a row of the perturbation of a quantized weight, an output channel, is 0 in a step. Others are `1/√(1 -
+    # sparsity)` times as long, so that perturbations are as long on average.
     sparsity: Annotated[
         float,
         Field(ge=0, le=0.9999, allow_inf_nan=False),
@@ -177,6 +156,8 @@ class LowBits(Axis):
             heading="Estimator and optimizer",
         ),
     ] = 0.0
+    # Format of the inputs of quantized linear layers: `"none"`, or int8 or e4m3 with a scale for each token or one for all, as large as
+    # the inputs of each product make it.
     activations: Annotated[
         Literal["none", "int8-token", "int8-tensor", "float8-token", "float8-tensor"],
         Setting(
@@ -186,6 +167,8 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = "none"
+    # What multiplies, `product`; None for `"int_mm"` where activations are int8, `"scaled_mm"` where they are e4m3, else
+    # `"dequantize"`.
     kernel: Annotated[
         KernelName | None,
         Setting(
@@ -196,6 +179,7 @@ class LowBits(Axis):
             expert=True,
         ),
     ] = None
+    # Whether a run may dequantize where the device has no such kernel.
     fallback: Annotated[
         bool,
         Setting(

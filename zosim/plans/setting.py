@@ -43,44 +43,23 @@ offloaded blocks, or what crosses a boundary, are kept in a coarser format."""
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a field.
-
-    Attributes
-    ----------
-    changes : str
-        See :data:`Changes`.
-    planned : bool
-        Whether the planner chooses it where it is left out.
-    tried : tuple
-        Values that it then tries, of a field whose type does not list them; of others it tries all.
-    usual : str
-        What a field that is left out is, in words; by default the default.
-    recorded_as : str
-        Name in a run's identity, where it is not the option's (the field's, of a field without one).
-    aliases : tuple of str
-        Synonyms of the option that help pages do not show. Earlier spellings stand in :mod:`zosim.renamed`.
-    typed : type, optional
-        What is typed, where it is not of the field's type.
-    parse : callable, optional
-        Makes the field's value of what was typed.
-    heading : str or None
-        Under which a help page shows the option; None for that of its section.
-    expert : bool
-        Whether only ``--help-all`` shows it.
-    """
+    """What is known of a field."""
 
     flag: str = ""
     help: str = ""
-    changes: Changes = "speed"
-    planned: bool = False
+    changes: Changes = "speed"  # see `Changes`
+    planned: bool = False  # whether the planner chooses it where it is left out
+    # Values that it then tries, of a field whose type does not list them; of others it tries all.
     tried: tuple[Any, ...] = ()
-    usual: str = ""
+    usual: str = ""  # what a field that is left out is, in words; by default the default
+    # Name in a run's identity, where it is not the option's (the field's, of a field without one).
     recorded_as: str = ""
+    # Synonyms of the option that help pages do not show. Earlier spellings stand in `zosim.renamed`.
     aliases: tuple[str, ...] = ()
-    typed: Any = None
-    parse: Callable[[Any], object] | None = None
-    heading: Heading | None = None
-    expert: bool = False
+    typed: Any = None  # what is typed, where it is not of the field's type
+    parse: Callable[[Any], object] | None = None  # makes the field's value of what was typed
+    heading: Heading | None = None  # under which a help page shows the option; None for that of its section
+    expert: bool = False  # whether only `--help-all` shows it
 
 
 Conflict = tuple[str, str]
@@ -133,19 +112,11 @@ class Axis(Section):
 
 @dataclass(frozen=True)
 class SettingField:
-    """A field with what is known of it.
-
-    Attributes
-    ----------
-    annotation : object
-        Its type, constraints included, of which the setting is left out.
-    default : object
-        ``...`` where it has none.
-    """
+    """A field with what is known of it."""
 
     name: str
-    annotation: Any
-    default: Any
+    annotation: Any  # its type, constraints included, of which the setting is left out
+    default: Any  # `...` where it has none
     setting: Setting
 
     @property

@@ -28,18 +28,11 @@ from zosim.eval_points import BASE, EvalPoint, from_text, parse_eval_point
 
 @dataclass(frozen=True, slots=True)
 class ParamGroupWeights:
-    """The trainable parameters of a group.
-
-    Attributes
-    ----------
-    eval_point : EvalPoint
-        Where they have been perturbed to.
-    updated_to : int or None
-        The last perturbation of a step whose update they have, where those of later perturbations are still missing.
-    """
+    """The trainable parameters of a group."""
 
     param_group: str
-    eval_point: EvalPoint = BASE
+    eval_point: EvalPoint = BASE  # where they have been perturbed to
+    # The last perturbation of a step whose update they have, where those of later perturbations are still missing.
     updated_to: int | None = None
 
     def __str__(self) -> str:
@@ -62,20 +55,12 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """The perturbation ``z`` of one index for the trainable parameters of a group.
-
-    Attributes
-    ----------
-    is_scaled : bool
-        Whether it is kept as ``z·ε``, rounded: good for perturbations alone.
-    rounding : int
-        Which of two independent roundings to few bits it is.
-    """
+    """The perturbation ``z`` of one index for the trainable parameters of a group."""
 
     param_group: str
     perturbation: int
-    is_scaled: bool = False
-    rounding: int = 0
+    is_scaled: bool = False  # whether it is kept as `z·ε`, rounded: good for perturbations alone
+    rounding: int = 0  # which of two independent roundings to few bits it is
 
     def __str__(self) -> str:
         rounding = f"#{self.rounding}" if self.rounding else ""
@@ -144,15 +129,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss at a point.
-
-    Attributes
-    ----------
-    is_own : bool
-        Whether it is that of one rank's sequences, with the number of labels that it is the mean over.
-    """
+    """The loss at a point."""
 
     eval_point: EvalPoint
+    # Whether it is that of one rank's sequences, with the number of labels that it is the mean over.
     is_own: bool = False
 
     def __str__(self) -> str:
@@ -171,18 +151,10 @@ class ProjectedGradient:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Contents that nothing looks into: reads only have to find them under the name that they were written by.
+    """Contents that nothing looks into: reads only have to find them under the name that they were written by."""
 
-    Attributes
-    ----------
-    name : str
-        With a colon, or one of :data:`BATCH`, :data:`PACKED_LOSSES`, :data:`UNSET` and :data:`FREED`.
-    at : str
-        Which of several.
-    """
-
-    name: str
-    at: str = ""
+    name: str  # with a colon, or one of `BATCH`, `PACKED_LOSSES`, `UNSET` and `FREED`
+    at: str = ""  # which of several
 
     def __str__(self) -> str:
         return f"{self.name}@{self.at}" if self.at else self.name

@@ -45,32 +45,19 @@ class Space(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named range of memory.
-
-    Attributes
-    ----------
-    size_bytes : int
-        Capacity.
-    role : str
-        What it is for, the name under which memory is reported: ``weights``, ``staging buffers``, ``transfer buffers``,
-        ``disk buffers``, ``perturbations``, ``activations``, ``scalars``, ``rng``, ``batch``; of first-order steps also
-        ``gradients``, ``optimizer state`` and ``kept messages``. All up to ``perturbations`` are flat arrays;
-        ``activations`` are whatever tensor the forward that writes them returns.
-    dtype : str
-        Format of its elements.
-    dynamic : bool
-        Allocated at its first write and freed after its last read in each step, rather than for ever.
-    shared : bool
-        One for all ranks of a host, in memory that they share.
-    """
+    """A named range of memory."""
 
     name: str
     space: Space
-    size_bytes: int
+    size_bytes: int  # capacity
+    # What it is for, the name under which memory is reported: `weights`, `staging buffers`, `transfer buffers`, `disk buffers`,
+    # `perturbations`, `activations`, `scalars`, `rng`, `batch`; of first-order steps also `gradients`, `optimizer state` and `kept
+    # messages`. All up to `perturbations` are flat arrays; `activations` are whatever tensor the forward that writes them returns.
     role: str
-    dtype: str
+    dtype: str  # format of its elements
+    # Allocated at its first write and freed after its last read in each step, rather than for ever.
     dynamic: bool = False
-    shared: bool = False
+    shared: bool = False  # one for all ranks of a host, in memory that they share
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +66,19 @@ class Access:
 
     Attributes
     ----------
-    what : Contents
-        One of :mod:`zosim.program.contents`, which files have as text: ``block.3@q0+``, ``z:block.3@q0``, ``loss@q0-``.
-    step : int or None
-        Step of the contents relative to the step being run; None for contents that never change.
     offset_bytes, size_bytes : int
         Range inside the buffer.
-    share : str
-        Process group among whose members the range is split into equal shares, of which only this rank's own is touched;
-        empty for all of it. What the other shares hold is then unspecified.
     """
 
     buffer: str
+    # One of `zosim.program.contents`, which files have as text: `block.3@q0+`, `z:block.3@q0`, `loss@q0-`.
     what: WrittenContents
+    # Step of the contents relative to the step being run; None for contents that never change.
     step: int | None
     size_bytes: int
     offset_bytes: int = 0
+    # Process group among whose members the range is split into equal shares, of which only this rank's own is touched; empty for all of
+    # it. What the other shares hold is then unspecified.
     share: str = ""
 
     @property
@@ -132,36 +116,25 @@ class Dependency:
 
     A distance of 1 in the first step, and one that reaches from the flush into the last step, are both resolved
     by counting phases in the order in which they run; before the first there is nothing to wait for.
-
-    Attributes
-    ----------
-    process_group : str
-        Empty for an instruction of this rank. Otherwise a process group, on whose *other* members it must have finished.
     """
 
     instruction: str
     distance: int = 0
+    # Empty for an instruction of this rank. Otherwise a process group, on whose *other* members it must have finished.
     process_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One operation with its stream, its dependencies, its operands and its work.
-
-    Attributes
-    ----------
-    label : str
-        Span name under which time is reported: ``upload``, ``forward``, ``perturb``, ``restore`` ...
-    reads, writes : tuple of Access
-        An operand changed in place stands in both.
-    """
+    """One operation with its stream, its dependencies, its operands and its work."""
 
     id: str
     op: Operation
     stream: Stream
-    label: str
+    label: str  # span name under which time is reported: `upload`, `forward`, `perturb`, `restore` ...
     segment: str
     after: tuple[Dependency, ...] = ()
+    # reads, writes: an operand changed in place stands in both.
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
     work: Work = field(default_factory=Work)

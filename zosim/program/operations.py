@@ -51,45 +51,28 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The perturbation ``z`` of one index for one parameter group.
-
-    Attributes
-    ----------
-    step : int
-        Step whose seed is used, relative to this one (-1 for a delayed update).
-    keep : str
-        ``"all"``; ``"rows"`` keeps only the rows of a token table that the batch names; ``"factors"`` keeps ``U`` and ``V``
-        without their product; ``"none"`` skips the group's numbers.
-    generator : str
-        ``"mezo"``: one sequence for all groups in turn. The state before the group is read (that of the group itself, or
-        that after the previous group in turn; none: the step's seed starts the sequence). Such a sampling writes the
-        state before the group, for sampling again, and the state after it (:class:`zosim.program.contents.GeneratorState`).
-        ``"counter"``: keyed by (seed, step, perturbation, parameter), no state.
-    bits : int
-        Width of the quantized values that the perturbation is rounded to at random (:mod:`costmodel.formats.roundings`); 0 where it is not.
-    rounding : int
-        Which of two independent roundings of one perturbation.
-    sparsity : float
-        Probability that a row of such quantized values is 0, of a matrix whose weights are quantized.
-    rank : int
-        Columns of the factors ``U`` and ``V`` of a distribution that has any, else 0.
-    lazy_steps : int
-        Steps that ``V`` is kept for: it is that of the last step whose number is a multiple of this.
-    for_update : bool
-        Whether an update uses it alone, for a distribution that samples again for that.
-    """
+    """The perturbation ``z`` of one index for one parameter group."""
 
     param_group: str
-    step: int = 0
+    step: int = 0  # step whose seed is used, relative to this one (-1 for a delayed update)
     perturbation: int = 0
+    # `"all"`; `"rows"` keeps only the rows of a token table that the batch names; `"factors"` keeps `U` and `V` without their product;
+    # `"none"` skips the group's numbers.
     keep: Literal["all", "rows", "factors", "none"] = "all"
+    # `"mezo"`: one sequence for all groups in turn. The state before the group is read (that of the group itself, or that after the
+    # previous group in turn; none: the step's seed starts the sequence). Such a sampling writes the state before the group, for
+    # sampling again, and the state after it (`GeneratorState`). `"counter"`: keyed by (seed, step, perturbation, parameter), no state.
     generator: Literal["mezo", "counter"] = "mezo"
     distribution: DistributionName = "gaussian"
+    # Width of the quantized values that the perturbation is rounded to at random (`costmodel.formats.roundings`); 0 where it is not.
     bits: int = 0
-    rounding: int = 0
+    rounding: int = 0  # which of two independent roundings of one perturbation
+    # Probability that a row of such quantized values is 0, of a matrix whose weights are quantized.
     sparsity: float = 0.0
-    rank: int = 0
+    rank: int = 0  # columns of the factors `U` and `V` of a distribution that has any, else 0
+    # Steps that `V` is kept for: it is that of the last step whose number is a multiple of this.
     lazy_steps: int = 1
+    # Whether an update uses it alone, for a distribution that samples again for that.
     for_update: bool = False
     kind: Literal["sample"] = "sample"
 
@@ -113,48 +96,31 @@ class Update:
 
     Weights that are quantized are rounded to their grid at random, once; or what they change by is added to that by the perturbations before,
     and rounded with the last.
-
-    Attributes
-    ----------
-    divisor : float
-        What ``g`` is divided by before.
     """
 
     param_group: str
     step: int = 0
     perturbation: int = 0
-    divisor: float = 1.0
+    divisor: float = 1.0  # what `g` is divided by before
     kind: Literal["update"] = "update"
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One segment, at one evaluation point.
-
-    Attributes
-    ----------
-    eval_point : EvalPoint
-        Files have it as ``"q0+"``, ``"q0-"`` ... or ``"base"``.
-    gather : tuple of str
-        Token tables that are read through gathered rows, perturbed out of place with the rows of their
-        perturbation, because another segment needs the table itself unperturbed until its turn.
-    side_paths : tuple of str
-        Parameter groups that are read unperturbed, and whose perturbation is added in the products that they are in.
-    batched_eval_points : tuple of EvalPoint
-        All points that it is at, side by side in one batch, `eval_point` the first of them; empty where it is at one.
-    microbatch : int
-        In a first-order step, which part of the batch.
-    num_new_tokens : int
-        Of the head: tokens that sequences are continued by, for a reward. All but the first take forwards of the whole model,
-        which this one has in it.
-    """
+    """One segment, at one evaluation point."""
 
     segment: str
-    eval_point: WrittenEvalPoint
+    eval_point: WrittenEvalPoint  # files have it as `"q0+"`, `"q0-"` ... or `"base"`
+    # Token tables that are read through gathered rows, perturbed out of place with the rows of their perturbation, because another
+    # segment needs the table itself unperturbed until its turn.
     gather: tuple[str, ...] = ()
+    # Parameter groups that are read unperturbed, and whose perturbation is added in the products that they are in.
     side_paths: tuple[str, ...] = ()
+    # All points that it is at, side by side in one batch, `eval_point` the first of them; empty where it is at one.
     batched_eval_points: tuple[WrittenEvalPoint, ...] = ()
-    microbatch: int = 0
+    microbatch: int = 0  # in a first-order step, which part of the batch
+    # Of the head: tokens that sequences are continued by, for a reward. All but the first take forwards of the whole model, which this
+    # one has in it.
     num_new_tokens: int = 0
     kind: Literal["forward"] = "forward"
 
@@ -179,17 +145,11 @@ class Optimize:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A few numbers made from a few numbers.
+    """A few numbers made from a few numbers."""
 
-    Attributes
-    ----------
-    function : str
-        ``"projected_gradient"`` turns losses into the ``g`` of `perturbation`. ``"pack_losses"`` puts this rank's losses,
-        with the labels that each is the mean over, side by side. ``"mean_loss"`` turns the packed losses of all ranks
-        into one loss per point: the mean over all labels, ``Σ lᵢ·nᵢ / Σ nᵢ`` in float64 and in rank order; the loss of a
-        point that one rank alone forwarded stays what it is.
-    """
-
+    # `"projected_gradient"` turns losses into the `g` of `perturbation`. `"pack_losses"` puts this rank's losses, with the labels that
+    # each is the mean over, side by side. `"mean_loss"` turns the packed losses of all ranks into one loss per point: the mean over all
+    # labels, `Σ lᵢ·nᵢ / Σ nᵢ` in float64 and in rank order; the loss of a point that one rank alone forwarded stays what it is.
     function: Literal["projected_gradient", "pack_losses", "mean_loss"]
     perturbation: int = 0
     kind: Literal["scalar"] = "scalar"
@@ -197,17 +157,12 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Bytes exchanged by all members of a process group; it starts when the last of them is there.
+    """Bytes exchanged by all members of a process group; it starts when the last of them is there."""
 
-    Attributes
-    ----------
-    function : str
-        ``"all_gather"``: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered
-        into the whole range; any other is gathered into a range as many times as long. ``"all_reduce"``: the n-th write
-        holds the sum of all members' n-th reads (first-order gradients; simulated only). ``"reduce_scatter"``: the first
-        write holds this member's share of the sum of all first reads (simulated only).
-    """
-
+    # `"all_gather"`: the n-th write holds every member's n-th read, in rank order. A read of a share is gathered into the whole range;
+    # any other is gathered into a range as many times as long. `"all_reduce"`: the n-th write holds the sum of all members' n-th reads
+    # (first-order gradients; simulated only). `"reduce_scatter"`: the first write holds this member's share of the sum of all first
+    # reads (simulated only).
     function: CollectiveName
     process_group: str
     kind: Literal["collective"] = "collective"
@@ -215,18 +170,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """What crosses a boundary, as one message; it may be shorter than the range that it is written to.
+    """What crosses a boundary, as one message; it may be shorter than the range that it is written to."""
 
-    Attributes
-    ----------
-    codec : str
-        Of the MLP's activation, where it crosses.
-    residual_codec : str
-        Of the residual stream.
-    """
-
-    codec: str = "none"
-    residual_codec: str = "none"
+    codec: str = "none"  # of the MLP's activation, where it crosses
+    residual_codec: str = "none"  # of the residual stream
     kind: Literal["encode"] = "encode"
 
 
@@ -242,15 +189,10 @@ class Send:
     """A message to another member of a process group; both are there before it moves.
 
     Messages between two ranks are taken in the order in which they are sent.
-
-    Attributes
-    ----------
-    offset : int
-        Position of the other member in the group, less this one's.
     """
 
     process_group: str
-    offset: int
+    offset: int  # position of the other member in the group, less this one's
     kind: Literal["send"] = "send"
 
 

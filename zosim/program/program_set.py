@@ -18,13 +18,6 @@ from zosim.program import PROGRAM_FILE, PROGRAM_VERSION, Program
 class ProgramSet(Document):
     """What every rank does.
 
-    Attributes
-    ----------
-    roles : tuple of int
-        Role of each rank, an index into `programs`.
-    process_groups : mapping of str to tuple of tuple of int
-        Named groups: each a partition of all ranks, members in rank order.
-
     Raises
     ------
     ProgramError
@@ -32,7 +25,8 @@ class ProgramSet(Document):
     """
 
     programs: tuple[Program, ...]
-    roles: tuple[int, ...] = (0,)
+    roles: tuple[int, ...] = (0,)  # role of each rank, an index into `programs`
+    # Named groups: each a partition of all ranks, members in rank order.
     process_groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     document = PROGRAM_FILE

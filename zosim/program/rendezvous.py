@@ -20,16 +20,11 @@ _STREAMS = tuple(Stream)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two roles that meet, with the first two ranks that do.
-
-    Attributes
-    ----------
-    offsets : mapping of str to int
-        Groups in which the two are together, with the position of the second less that of the first.
-    """
+    """Two roles that meet, with the first two ranks that do."""
 
     roles: tuple[int, int]
     ranks: tuple[int, int]
+    # Groups in which the two are together, with the position of the second less that of the first.
     offsets: Mapping[str, int]
 
     def is_shared_by(self, side: int, channel: Channel | None) -> bool:

@@ -72,45 +72,27 @@ class RunNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An instruction of a run that is listed as a whole.
+    """An instruction of a run that is listed as a whole."""
 
-    Attributes
-    ----------
-    index : int
-        Its place in the list.
-    step : int
-        Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
-    after : tuple of int
-        Indices of this rank's instructions that it waits for, its predecessor on its stream not among them.
-    after_peers : tuple of (str, int)
-        Groups, with indices of the instructions that it waits for on their other members.
-    """
-
-    index: int
+    index: int  # its place in the list
     phase: Phase
+    # Number of the step, from 0. The prologue has that of the first step, the flush one past the last.
     step: int
     instruction: Instruction
+    # Indices of this rank's instructions that it waits for, its predecessor on its stream not among them.
     after: tuple[int, ...]
+    # Groups, with indices of the instructions that it waits for on their other members.
     after_peers: tuple[tuple[str, int], ...] = ()
 
 
 class Rendezvous(NamedTuple):
-    """Where an instruction meets those of other ranks, which start and end with it.
-
-    Attributes
-    ----------
-    offset : int
-        Of a message, the receiver's position in the group less the sender's; 0 for a collective, in which all meet.
-    number : int
-        How many such there are before it in its phase; ranks meet at those of equal numbers.
-    sends : bool
-        Whether this side sends.
-    """
+    """Where an instruction meets those of other ranks, which start and end with it."""
 
     process_group: str
+    # Of a message, the receiver's position in the group less the sender's; 0 for a collective, in which all meet.
     offset: int
-    number: int
-    sends: bool = False
+    number: int  # how many such there are before it in its phase; ranks meet at those of equal numbers
+    sends: bool = False  # whether this side sends
 
     @property
     def shared(self) -> tuple[str, int, int]:
@@ -128,19 +110,12 @@ class Observer(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """One side of the collectives of a group, or of the messages that go one way in it.
-
-    Attributes
-    ----------
-    offset : int
-        Of messages, the receiver's position in the group less the sender's; 0 of collectives, in which all meet.
-    sends : bool
-        Whether this side sends.
-    """
+    """One side of the collectives of a group, or of the messages that go one way in it."""
 
     process_group: str
+    # Of messages, the receiver's position in the group less the sender's; 0 of collectives, in which all meet.
     offset: int = 0
-    sends: bool = False
+    sends: bool = False  # whether this side sends
 
     @property
     def other_side(self) -> Channel:

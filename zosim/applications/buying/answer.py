@@ -43,30 +43,17 @@ JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
 
 @dataclass(frozen=True, repr=False)
 class Answer:
-    """What a job costs where, and what would change that.
-
-    Attributes
-    ----------
-    offers : tuple of Offer
-        Best first.
-    lacking : tuple of str
-        Where nothing stays within the limits, what would let something in.
-    num_examples : int or None
-        Examples over all epochs, where the steps were counted from these.
-    extremes : tuple of Offer
-        The offer of least money and the one of least time, of all machines.
-    others : tuple of str
-        What became of the machines that are neither offered nor refused, in words.
-    """
+    """What a job costs where, and what would change that."""
 
     market: Market
-    offers: tuple[Offer, ...]
+    offers: tuple[Offer, ...]  # best first
     refused: tuple[Refusal, ...]
     limiters: tuple[str, ...]
     explained: tuple[tuple[Offer, tuple[Effect, ...], tuple[MemoryThreshold, ...]], ...]
-    lacking: tuple[str, ...] = ()
-    num_examples: int | None = None
-    extremes: tuple[Offer, ...] = ()
+    lacking: tuple[str, ...] = ()  # where nothing stays within the limits, what would let something in
+    num_examples: int | None = None  # examples over all epochs, where the steps were counted from these
+    extremes: tuple[Offer, ...] = ()  # the offer of least money and the one of least time, of all machines
+    # What became of the machines that are neither offered nor refused, in words.
     others: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

@@ -22,16 +22,10 @@ from zosim.plans import Estimator, Mesh, Placement, Plan
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that any plan takes.
-
-    Attributes
-    ----------
-    missing_bytes : float
-        Memory that lacks for the weights alone; 0 where they fit.
-    """
+    """The least that any plan takes."""
 
     step_s: float
-    missing_bytes: float = 0.0
+    missing_bytes: float = 0.0  # memory that lacks for the weights alone; 0 where they fit
     missing: str = ""
 
 

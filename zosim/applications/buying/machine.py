@@ -32,18 +32,12 @@ _NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done.
+    """What is to be done."""
 
-    Attributes
-    ----------
-    config : PlanConfig
-        What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
-    split_options : SplitOptions
-        Where stages may split the model; by default between blocks alone.
-    """
-
+    # What is set of its plans; without a format of the weights it is the checkpoint's, where a machine has units for it.
     config: PlanConfig
     num_steps: int
+    # Where stages may split the model; by default between blocks alone.
     split_options: SplitOptions = field(default_factory=SplitOptions)
 
     def __post_init__(self) -> None:
@@ -82,33 +76,16 @@ class Job:
 
 @dataclass(frozen=True)
 class PricedMachine:
-    """A machine with as many of its devices as a job may use, and what the job takes there.
+    """A machine with as many of its devices as a job may use, and what the job takes there."""
 
-    Attributes
-    ----------
-    name : str
-        As the price table and the command line know it.
-    topology : Topology
-        What the job has of it: all, or the share that comes with single devices.
-    num_devices : int
-        That the plan uses, at most those that were asked for.
-    num_rented : int
-        Devices that are paid for where single ones are let.
-    payments : collection of {"rent", "own"}
-        Ways to pay in which the job has so much of the machine.
-    candidates : tuple of Candidate
-        Every placement that was bounded, those that fit first, fastest first.
-    step_s : Range
-        Of the best that fits, from the closed form or simulated.
-    """
-
-    name: str
-    topology: Topology
-    num_devices: int
-    num_rented: int
-    payments: Collection[Payment]
+    name: str  # as the price table and the command line know it
+    topology: Topology  # what the job has of it: all, or the share that comes with single devices
+    num_devices: int  # that the plan uses, at most those that were asked for
+    num_rented: int  # devices that are paid for where single ones are let
+    payments: Collection[Payment]  # ways to pay in which the job has so much of the machine
+    # Every placement that was bounded, those that fit first, fastest first.
     candidates: tuple[Candidate, ...]
-    step_s: Range
+    step_s: Range  # of the best that fits, from the closed form or simulated
     prediction: Prediction | None = None
 
     @property

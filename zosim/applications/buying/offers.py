@@ -78,61 +78,36 @@ class Offer:
 
 @dataclass(frozen=True)
 class MachineOption:
-    """Some devices of a machine, and ways to pay in which a job has the same of it.
-
-    Attributes
-    ----------
-    topology : Topology
-        What the job has of the machine.
-    """
+    """Some devices of a machine, and ways to pay in which a job has the same of it."""
 
     name: str
-    topology: Topology
+    topology: Topology  # what the job has of the machine
     num_devices: int
     payments: tuple[Payment, ...]
 
 
 @dataclass(frozen=True)
 class Need:
-    """One reason for which a machine is no offer.
+    """One reason for which a machine is no offer."""
 
-    Attributes
-    ----------
-    cause : {"memory", "hours", "money", "way", "plan"}
-        ``way``: it cannot be paid for as asked; ``plan``: the planner finds a contradiction.
-    least : float
-        Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
-    """
-
-    cause: Cause
+    cause: Cause  # `way`: it cannot be paid for as asked; `plan`: the planner finds a contradiction
     description: str = ""
+    # Bytes that lack, hours that the job takes there or money that it costs, by the closed form.
     least: float = 0.0
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A machine that is no offer.
-
-    Attributes
-    ----------
-    needs : tuple of Need
-        Every reason, the first one first.
-    remedy : str
-        What the job would take with the memory that lacks; empty where memory is not what lacks.
-    payments : tuple of {"rent", "own"}
-        Ways to pay that this is said of.
-    machine : PricedMachine or None
-        With its best plan, where there is one.
-    option : MachineOption or None
-        Where it was not planned, so that `needs` are the least that it can be.
-    """
+    """A machine that is no offer."""
 
     name: str
     num_devices: int
-    needs: tuple[Need, ...]
+    needs: tuple[Need, ...]  # every reason, the first one first
+    # What the job would take with the memory that lacks; empty where memory is not what lacks.
     remedy: str = ""
-    payments: tuple[Payment, ...] = ()
-    machine: PricedMachine | None = None
+    payments: tuple[Payment, ...] = ()  # ways to pay that this is said of
+    machine: PricedMachine | None = None  # with its best plan, where there is one
+    # Where it was not planned, so that `needs` are the least that it can be.
     option: MachineOption | None = None
 
     @property
@@ -148,19 +123,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Market:
-    """What is for sale: a job, prices and limits, and how to rank.
-
-    Attributes
-    ----------
-    pay : {"rent", "own", "on-demand", "reserved", "spot"} or None
-        The only way in which machines may be paid for; by default any.
-    """
+    """What is for sale: a job, prices and limits, and how to rank."""
 
     job: Job
     prices: PriceTable
     limits: BuyerLimits = BuyerLimits()
     by: RankBy = "money"
-    pay: Payment | Term | None = None
+    pay: Payment | Term | None = None  # the only way in which machines may be paid for; by default any
 
     def options(
         self, machines: Iterable[tuple[str, Topology]], counts: Sequence[int]

@@ -31,19 +31,11 @@ _WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class Change:
-    """A figure multiplied by a factor.
-
-    Attributes
-    ----------
-    times : float or None
-        How many times as long a step then takes; None if nothing fits any more.
-    placement : str
-        The best placement then, if it is another one.
-    """
+    """A figure multiplied by a factor."""
 
     factor: float
-    times: float | None
-    placement: str
+    times: float | None  # how many times as long a step then takes; None if nothing fits any more
+    placement: str  # the best placement then, if it is another one
     is_first: bool
 
     @property
@@ -54,37 +46,24 @@ class Change:
 
 @dataclass(frozen=True)
 class Effect:
-    """What one figure of an offer's machine decides.
-
-    Attributes
-    ----------
-    changes_answer : bool
-        Whether the offer becomes the best when the figure is doubled, or ceases to be when it is halved.
-    """
+    """What one figure of an offer's machine decides."""
 
     figure: str
     now: str
     doubled: Change
     halved: Change
+    # Whether the offer becomes the best when the figure is doubled, or ceases to be when it is halved.
     changes_answer: bool
 
 
 @dataclass(frozen=True)
 class MemoryThreshold:
-    """A memory at which a faster placement fits.
+    """A memory at which a faster placement fits."""
 
-    Attributes
-    ----------
-    where : str
-        ``device`` or ``host``.
-    times : float
-        How many times as long its step takes, at least.
-    """
-
-    where: str
+    where: str  # `device` or `host`
     needed_bytes: int
     placement: str
-    times: float
+    times: float  # how many times as long its step takes, at least
 
     def __str__(self) -> str:
         return f"{format_bytes(self.needed_bytes)} of {self.where} memory: {self.placement}, {percent(self.times)} a step"

@@ -56,17 +56,12 @@ class EvidenceError(ZosimError):
 
 
 class Predicted(FrozenModel):
-    """What was predicted.
-
-    Attributes
-    ----------
-    device_bytes, host_bytes : int
-        Of the fullest device and host.
-    """
+    """What was predicted."""
 
     step_time_s: float = Field(gt=0)
     low_s: float = Field(gt=0)
     high_s: float = Field(gt=0)
+    # device_bytes, host_bytes: of the fullest device and host.
     device_bytes: int = Field(ge=0)
     host_bytes: int = Field(ge=0)
     bottleneck: str
@@ -86,22 +81,14 @@ class Predicted(FrozenModel):
 
 
 class MeasuredRun(FrozenModel):
-    """What was measured, in numbers that follow from the spans.
+    """What was measured, in numbers that follow from the spans."""
 
-    Attributes
-    ----------
-    step_time_s : float
-        Median of the periodic steps.
-    device_bytes, host_bytes : int
-        Peaks of the first rank.
-    tokens_per_s : float, optional
-        Tokens of the batches, without their padding; None where the timeline does not know how many a step had.
-    """
-
-    step_time_s: float = Field(gt=0)
+    step_time_s: float = Field(gt=0)  # median of the periodic steps
     num_periodic_steps: int = Field(gt=0)
+    # device_bytes, host_bytes: peaks of the first rank.
     device_bytes: int = Field(ge=0)
     host_bytes: int = Field(ge=0)
+    # Tokens of the batches, without their padding; None where the timeline does not know how many a step had.
     tokens_per_s: float | None = None
 
     @classmethod
@@ -119,24 +106,17 @@ class MeasuredRun(FrozenModel):
 
 
 class Evidence(FrozenModel):
-    """One run, checkable.
-
-    Attributes
-    ----------
-    versions : mapping of str to str
-        Of zosim, Python, torch and the like, and what bits and rates depend on.
-    is_edited : bool
-        Whether these are other programs than the plan was lowered to by the zosim that made the file.
-    """
+    """One run, checkable."""
 
     format: Literal["zosim-evidence"] = EVIDENCE_FORMAT
     version: Literal[1] = EVIDENCE_VERSION
-    versions: dict[str, str]
+    versions: dict[str, str]  # of zosim, Python, torch and the like, and what bits and rates depend on
     num_threads: int = Field(gt=0)
     topology: Topology
     profile: Profile
     plan: Plan
     programs: dict[str, Any]
+    # Whether these are other programs than the plan was lowered to by the zosim that made the file.
     is_edited: bool
     prediction: Predicted
     measurement: MeasuredRun

@@ -36,30 +36,19 @@ FEWEST_TIMES, MOST_TIMES = 10, 100
 
 @dataclass(frozen=True)
 class TuningOption:
-    """One way to tune the model.
-
-    Attributes
-    ----------
-    device_bytes, host_bytes : float
-        Of the fullest device, as the driver tells it, and of all hosts together.
-    peak : str
-        What sets the device's memory; empty for zeroth order.
-    num_steps : int or None
-        Steps to the target, where somebody says how many.
-    usd : Range or None
-        Price of these steps, or else of 1,000.
-    """
+    """One way to tune the model."""
 
     name: str
     description: str
+    # device_bytes, host_bytes: of the fullest device, as the driver tells it, and of all hosts together.
     device_bytes: float
     host_bytes: float
-    peak: str
+    peak: str  # what sets the device's memory; empty for zeroth order
     fits: bool
     step_s: float
     tokens_per_s: float
-    num_steps: int | None = None
-    usd: Range | None = None
+    num_steps: int | None = None  # steps to the target, where somebody says how many
+    usd: Range | None = None  # price of these steps, or else of 1,000
 
     @property
     def total_s(self) -> float | None:
@@ -69,16 +58,11 @@ class TuningOption:
 
 @dataclass(frozen=True)
 class OrderChoice:
-    """A zeroth-order plan beside first-order recipes.
-
-    Attributes
-    ----------
-    zeroth_order_steps, first_order_steps : int or None
-        Steps to the same target.
-    """
+    """A zeroth-order plan beside first-order recipes."""
 
     planned: PlannedRun
     prices: PriceTable | None = None
+    # zeroth_order_steps, first_order_steps: steps to the same target.
     zeroth_order_steps: int | None = None
     first_order_steps: int | None = None
 

@@ -18,30 +18,7 @@ Turn = tuple[Literal["forward", "backward"], int]
 
 
 class FirstOrder(Section):
-    """How a first-order step is done.
-
-    Attributes
-    ----------
-    num_microbatches : int
-        Parts that each rank's share of the batch passes through the pipeline in.
-    codec, gradient_codec : str
-        Of everything that crosses a boundary forward, and of its gradients back.
-    num_kept_samples : int
-        Samples whose last message both ends of a boundary keep (AQ-SGD), the batch's at least; 0 for none.
-    dropout : bool
-        Whether masks are kept.
-    recompute : bool
-        Whether a block keeps its input alone, and runs its forward again before its backward.
-    sharding : str
-        ``"full"`` shares weights, gradients and the optimizer's state out among the replicas (ZeRO's third stage, FSDP):
-        a segment's weights are gathered before each forward and each backward, in the format of the products, and its
-        gradients are summed into shares after each backward. ``"none"`` keeps all of them on every replica.
-    foreach : bool
-        Whether Adam goes over all parameters in one pass of each kind, as torch's does by default on GPUs: it then makes a
-        float32 copy of a moment, and more passes than a fused update. Activations are gone by then.
-    sums_ends : bool
-        Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
-    """
+    """How a first-order step is done."""
 
     heading = "Estimator and optimizer"
 
@@ -49,11 +26,14 @@ class FirstOrder(Section):
     schedule: Annotated[Schedule, Setting("--schedule", "Pipeline schedule of the first-order step.")] = (
         "gpipe"
     )
+    # Parts that each rank's share of the batch passes through the pipeline in.
     num_microbatches: Annotated[
         PositiveInt, Setting("--microbatches", "Number of microbatches in the first-order step.")
     ] = 1
+    # codec, gradient_codec: of everything that crosses a boundary forward, and of its gradients back.
     codec: str = "none"
     gradient_codec: str = "none"
+    # Samples whose last message both ends of a boundary keep (AQ-SGD), the batch's at least; 0 for none.
     num_kept_samples: Annotated[
         NonNegativeInt,
         Setting(
@@ -62,13 +42,17 @@ class FirstOrder(Section):
             usual="1, and at least the batch",
         ),
     ] = 0
-    dropout: bool = True
+    dropout: bool = True  # whether masks are kept
+    # Whether a block keeps its input alone, and runs its forward again before its backward.
     recompute: Annotated[
         bool,
         Setting(
             "--recompute", "Recompute activations in the first-order step; each block keeps only its input."
         ),
     ] = False
+    # `"full"` shares weights, gradients and the optimizer's state out among the replicas (ZeRO's third stage, FSDP): a segment's
+    # weights are gathered before each forward and each backward, in the format of the products, and its gradients are summed into
+    # shares after each backward. `"none"` keeps all of them on every replica.
     sharding: Annotated[
         Literal["none", "full"],
         Setting(
@@ -77,6 +61,8 @@ class FirstOrder(Section):
             "replicas (full, as ZeRO-3 and FSDP).",
         ),
     ] = "none"
+    # Whether Adam goes over all parameters in one pass of each kind, as torch's does by default on GPUs: it then makes a float32 copy
+    # of a moment, and more passes than a fused update. Activations are gone by then.
     foreach: Annotated[
         bool,
         Setting(
@@ -84,6 +70,7 @@ class FirstOrder(Section):
             "Update with Adam by one operation over all parameters at a time, as torch does.",
         ),
     ] = False
+    # Whether first and last stage sum the gradients of a table that both hold; otherwise they are two tables.
     sums_ends: bool = True
 
     def codec_of(self, phase: str) -> str:

@@ -24,41 +24,26 @@ _LEFT = ' style="text-align:left"', ""
 
 @dataclass(frozen=True)
 class Illustration:
-    """A chart with its picture and its numbers.
+    """A chart with its picture and its numbers."""
 
-    Attributes
-    ----------
-    root : str
-        Id of the element that the script draws in; empty for a picture alone.
-    numbers : Report, optional
-        Tables of the same numbers, folded away.
-    """
-
-    root: str
+    root: str  # id of the element that the script draws in; empty for a picture alone
     title: str
     svg: str
-    numbers: Report | None = None
+    numbers: Report | None = None  # tables of the same numbers, folded away
 
 
 @dataclass
 class ReportPage:
-    """What a page shows, in order.
-
-    Attributes
-    ----------
-    memory, curves : list of Chart
-        Of which memory shares the timeline's axis.
-    step_s : float
-        The longest step: a few are in view at first.
-    """
+    """What a page shows, in order."""
 
     title: str
     answer: Sequence[str]
     elements: list[Report | Illustration] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
+    # memory, curves: of which memory shares the timeline's axis.
     memory: list[Chart] = field(default_factory=list)
     curves: list[Chart] = field(default_factory=list)
-    step_s: float = 1.0
+    step_s: float = 1.0  # the longest step: a few are in view at first
 
     def to_html(self) -> str:
         """Return the page as one file."""

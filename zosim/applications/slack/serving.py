@@ -139,23 +139,14 @@ _MOST_EVENTS = 1_000_000
 
 @dataclass(frozen=True)
 class Server:
-    """How long things take on one machine.
+    """How long things take on one machine."""
 
-    Attributes
-    ----------
-    batch_s, request_s : float
-        Seconds of a batch of requests, whatever is in it, and for each request besides.
-    max_batch : int
-        Requests of one batch.
-    num_segments : int
-        Segments of a background step after which it can stand still.
-    """
-
+    # batch_s, request_s: seconds of a batch of requests, whatever is in it, and for each request besides.
     batch_s: float
     request_s: float
-    max_batch: int
+    max_batch: int  # requests of one batch
     step_s: float
-    num_segments: int = 1
+    num_segments: int = 1  # segments of a background step after which it can stand still
 
     def __post_init__(self) -> None:
         is_timed = self.batch_s >= 0 and self.request_s >= 0 and self.batch_s + self.request_s > 0

@@ -37,18 +37,10 @@ _MAX_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One row of a sweep.
+    """One row of a sweep."""
 
-    Attributes
-    ----------
-    settings : mapping of str to str, int, float or bool
-        Options of `zosim plan` by their names; what is left out has its default.
-    where : str
-        File and row, for messages.
-    """
-
-    settings: Mapping[str, Any]
-    where: str
+    settings: Mapping[str, Any]  # options of `zosim plan` by their names; what is left out has its default
+    where: str  # file and row, for messages
 
 
 def configurations(path: Path) -> Iterator[Configuration]:

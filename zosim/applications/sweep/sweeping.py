@@ -55,19 +55,12 @@ def planned_figures(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How far a sweep is.
+    """How far a sweep is."""
 
-    Attributes
-    ----------
-    num_done, num_total : int
-        Configurations of the shard.
-    per_s : float
-        Those that ended per second since it was started.
-    """
-
+    # num_done, num_total: configurations of the shard.
     num_done: int
     num_total: int
-    per_s: float
+    per_s: float  # those that ended per second since it was started
 
     @property
     def left_s(self) -> float:

@@ -19,43 +19,23 @@ from costmodel.work import AttentionKernel
 
 @dataclass(frozen=True)
 class SystemCode:
-    """What one implementation does beside the method.
+    """What one implementation does beside the method."""
 
-    Attributes
-    ----------
-    attention : {"eager", "sdpa"}
-        What it does where a row does not say.
-    kernel : str or None
-        Its fused kernel, where that is not what torch takes.
-    stored : str or None
-        Format that weights are kept in, that of the products if None.
-    fuses_softmax : bool
-        Whether scaling, mask and softmax of stored scores are one kernel.
-    widens_half : bool
-        Whether it multiplies float16 in float32 on a CPU, converting as it reads.
-    cpu_rate : float
-        Rate of these products beside that of a library's.
-    fuses_passes : bool
-        Whether norms, rotations, activations and additions are a kernel each, or part of a product.
-    quirks : CodeQuirks
-        What it keeps in first-order runs by recipe.
-    uses_deepspeed : bool
-        Whether its scripts run DeepSpeed for quantized weights and for master weights, on one device, too.
-    host_s : mapping of str to float
-        Constants of the host that are its own, with their sources in this module's comments.
-    """
-
-    attention: Literal["eager", "sdpa"] = "sdpa"
-    kernel: AttentionKernel | None = None
+    attention: Literal["eager", "sdpa"] = "sdpa"  # what it does where a row does not say
+    kernel: AttentionKernel | None = None  # its fused kernel, where that is not what torch takes
     sharding: Literal["none", "full"] = "none"
+    # Format that weights are kept in, that of the products if None.
     stored: Literal["float32"] | None = None
     dropout: bool = False
-    fuses_softmax: bool = False
-    widens_half: bool = False
-    cpu_rate: float = 1.0
+    fuses_softmax: bool = False  # whether scaling, mask and softmax of stored scores are one kernel
+    widens_half: bool = False  # whether it multiplies float16 in float32 on a CPU, converting as it reads
+    cpu_rate: float = 1.0  # rate of these products beside that of a library's
+    # Whether norms, rotations, activations and additions are a kernel each, or part of a product.
     fuses_passes: bool = False
+    # Constants of the host that are its own, with their sources in this module's comments.
     host_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    quirks: CodeQuirks = field(default_factory=CodeQuirks)
+    quirks: CodeQuirks = field(default_factory=CodeQuirks)  # what it keeps in first-order runs by recipe
+    # Whether its scripts run DeepSpeed for quantized weights and for master weights, on one device, too.
     uses_deepspeed: bool = False
 
     def training(self, recipe: TrainingRecipe, sharding: Sharding) -> CodeQuirks:

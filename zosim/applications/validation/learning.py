@@ -25,19 +25,13 @@ _LAUNCHING = ("dispatch_s", "product_s")
 
 @dataclass(frozen=True)
 class Lesson:
-    """What measurements say about one constant.
-
-    Attributes
-    ----------
-    sources : mapping of str to int
-        How many of the measurements that depend on it each source published.
-    """
+    """What measurements say about one constant."""
 
     name: str
     unit: str
     before: float
     after: float
-    sources: Counter[str]
+    sources: Counter[str]  # how many of the measurements that depend on it each source published
 
     @property
     def source(self) -> str:

@@ -187,17 +187,12 @@ class Unpredictable(ZosimError):  # noqa: N818 - reads as the statement it makes
 
 @dataclass(frozen=True)
 class Forecast:
-    """A predicted number with the interval that 90 of 100 measurements should lie in, in SI units.
-
-    Attributes
-    ----------
-    assumed : tuple of str
-        What the row does not say and was assumed, such as ``"dtype bfloat16"``.
-    """
+    """A predicted number with the interval that 90 of 100 measurements should lie in, in SI units."""
 
     predicted: float
     low: float
     high: float
+    # What the row does not say and was assumed, such as `"dtype bfloat16"`.
     assumed: tuple[str, ...] = field(default=(), kw_only=True)
 
     @classmethod
@@ -316,17 +311,11 @@ def joined(row: MeasuredRow, outcome: Outcome) -> Row:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """How often it was right whether runs fit, of rows that count.
-
-    Attributes
-    ----------
-    num_wrongly_fitting : int
-        Runs that ran out of memory and were predicted to fit.
-    """
+    """How often it was right whether runs fit, of rows that count."""
 
     num: int = 0
     num_right: int = 0
-    num_wrongly_fitting: int = 0
+    num_wrongly_fitting: int = 0  # runs that ran out of memory and were predicted to fit
 
     @classmethod
     def of(cls, outcomes: Iterable[tuple[MeasuredRow, Outcome]]) -> Verdicts:

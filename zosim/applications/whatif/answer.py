@@ -39,26 +39,15 @@ Scope = Literal["type", "each", "none"]
 
 @dataclass(frozen=True, repr=False)
 class WhatIf:
-    """A plan on a changed machine.
-
-    Attributes
-    ----------
-    before : PlannedRun
-        The plan on the machine as it was.
-    after : PlannedRun or None
-        The same plan on the changed one; None where it cannot run.
-    replanned : Decision or None
-        What the planner chooses there; None where nothing runs.
-    derivatives : tuple of Derivative
-        Of the plan where it runs, on the changed machine if it does there.
-    """
+    """A plan on a changed machine."""
 
     changes: tuple[str, ...]
-    before: PlannedRun
-    after: PlannedRun | None
+    before: PlannedRun  # the plan on the machine as it was
+    after: PlannedRun | None  # the same plan on the changed one; None where it cannot run
     obstacle: str
-    replanned: Decision | None
+    replanned: Decision | None  # what the planner chooses there; None where nothing runs
     planning_error: str
+    # Of the plan where it runs, on the changed machine if it does there.
     derivatives: tuple[Derivative, ...]
 
     @property
