@@ -83,7 +83,7 @@ def plan(
     from zosim.planning.visibility import about_epsilon
 
     for warning in about_epsilon(decision.plan):
-        stderr.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        stderr.print(f"warning: {warning}", soft_wrap=True)
     if output is not None:
         decision.plan.save(output)
         stderr.print(f"wrote {output}")

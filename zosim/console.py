@@ -51,9 +51,7 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
         What people see: a string or a rich table. By default the JSON document, too.
     """
     if json or text is None:
-        stdout.print(
-            jsonlib.dumps(to_jsonable(data), indent=2, allow_nan=False), markup=False, soft_wrap=True
-        )
+        stdout.print(jsonlib.dumps(to_jsonable(data), indent=2, allow_nan=False), soft_wrap=True)
         return
     shown = Text(text) if isinstance(text, str) else text
     if stdout.is_terminal:

@@ -167,8 +167,7 @@ def profile_for(
     except ProfileError as error:
         reason = error.message.splitlines()[0]
         stderr.print(
-            f"predicting from data-sheet figures, because {reason}; `zosim calibrate` measures this machine",
-            markup=False,
+            f"predicting from data-sheet figures, because {reason}; `zosim calibrate` measures this machine"
         )
         return sheet
     _warn_if_disturbed(profile)
@@ -179,6 +178,5 @@ def _warn_if_disturbed(profile: Profile) -> None:
     if profile.is_disturbed:
         stderr.print(
             f"predicting from a disturbed profile: other processes ran in {profile.disturbed_share:.0%} "
-            "of its calibration, so steps may be much faster; calibrate again on an idle machine",
-            markup=False,
+            "of its calibration, so steps may be much faster; calibrate again on an idle machine"
         )

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import enum
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from costmodel.devices.prices import OLD_AFTER, Payment, PriceTable, Term, shipped_prices_text
+from costmodel.devices.prices import OLD_AFTER, PriceTable, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import JOB_OPTIONS
 from zosim.applications.buying.answer import buy as answer_for
+from zosim.applications.buying.offers import RankBy
 from zosim.config import PlanConfig
 from zosim.console import emit, stderr
 from zosim.options import Json, ReportFile, with_settings
-
-
-class RankName(enum.StrEnum):
-    """What offers are ranked by."""
-
-    MONEY = "money"
-    HOURS = "hours"
-    ENERGY = "energy"
-
-
-class PaymentName(enum.StrEnum):
-    """Ways to pay for a machine."""
-
-    EITHER = "either"
-    RENT = "rent"
-    ON_DEMAND = "on-demand"
-    RESERVED = "reserved"
-    SPOT = "spot"
-    OWN = "own"
-
-
-_PAYMENTS: dict[PaymentName, Payment | Term | None] = {
-    PaymentName.EITHER: None,
-    PaymentName.RENT: "rent",
-    PaymentName.ON_DEMAND: "on-demand",
-    PaymentName.RESERVED: "reserved",
-    PaymentName.SPOT: "spot",
-    PaymentName.OWN: "own",
-}
 
 
 @with_settings(PlanConfig, only=JOB_OPTIONS)
@@ -117,15 +88,15 @@ def buy(
         ),
     ] = None,
     pay: Annotated[
-        PaymentName,
+        Literal["either", "rent", "on-demand", "reserved", "spot", "own"],
         typer.Option(
             help="Ways to pay for a machine: rented ones (on any or one of three terms), owned ones, or either.",
             rich_help_panel="Hardware",
         ),
-    ] = PaymentName.EITHER,
+    ] = "either",
     by: Annotated[
-        RankName, typer.Option(help="Criterion to rank offers by.", rich_help_panel="Output")
-    ] = RankName.MONEY,
+        RankBy, typer.Option(help="Criterion to rank offers by.", rich_help_panel="Output")
+    ] = "money",
     offers: Annotated[
         int, typer.Option(min=1, help="Number of offers to list, best first.", rich_help_panel="Output")
     ] = 6,
@@ -169,8 +140,8 @@ def buy(
         budget=budget,
         deadline=deadline,
         prices=prices,
-        pay=_PAYMENTS[pay],
-        by=by.value,
+        pay=None if pay == "either" else pay,
+        by=by,
         offers=offers,
         explain=explain,
         simulate=simulate,
@@ -186,35 +157,23 @@ def buy(
 
 def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
     """Say on stderr what the prices are worth."""
-    assumed = sorted(
+    assumed = [
         name
-        for name, entry in table.machines.items()
-        if name in names
-        for quote in entry.quotes
-        if quote.basis in ("assumed", "estimated")
-    )
-    stderr.print(
-        f"prices of {table.date} in {table.currency}; the purchase price is spread over "
-        f"{table.life_years.value:g} years at {table.utilisation.value:.0%} use",
-        markup=False,
-        soft_wrap=True,
-    )
+        for name, entry in sorted(table.machines.items())
+        if name in names and any(quote.basis in ("assumed", "estimated") for quote in entry.quotes)
+    ]
+    old = table.old(names, datetime.date.today())
+    spread = f"over {table.life_years.value:g} years at {table.utilisation.value:.0%} use"
+    sentences = [f"prices of {table.date} in {table.currency}; the purchase price is spread {spread}"]
     if assumed:
-        stderr.print(
-            f"prices that are estimates, not quotes: {', '.join(dict.fromkeys(assumed))}; give your own "
-            "with --prices",
-            markup=False,
-            soft_wrap=True,
+        sentences.append(
+            f"prices that are estimates, not quotes: {', '.join(assumed)}; give your own with --prices"
         )
-    if old := table.old(names, datetime.date.today()):
+    if old:
         listed = ", ".join(f"{name} ({date})" for name, date in old.items())
-        stderr.print(
-            f"warning: prices older than {OLD_AFTER.days} days: {listed}; look them up, and give yours with --prices",
-            markup=False,
-            soft_wrap=True,
+        sentences.append(
+            f"warning: prices older than {OLD_AFTER.days} days: {listed}; look them up, and give yours with --prices"
         )
-    stderr.print(
-        ">= marks a lower bound from the closed form; --simulate N simulates more offers",
-        markup=False,
-        soft_wrap=True,
-    )
+    sentences.append(">= marks a lower bound from the closed form; --simulate N simulates more offers")
+    for sentence in sentences:
+        stderr.print(sentence, soft_wrap=True)

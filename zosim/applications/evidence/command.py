@@ -40,7 +40,7 @@ def make(
     )
     evidence = evidence_of(run, planned)
     evidence.save(output)
-    stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
+    stderr.print(f"wrote {output}", soft_wrap=True)
     comparison = evidence.comparison()
     data = {"prediction": evidence.prediction, "measurement": evidence.measurement}
     emit(data, json=as_json, text=comparison.summary_table())
@@ -73,5 +73,5 @@ def check_file(
     emit(data, json=as_json, text=Report("", shown, comparison.report(), verdict))
     if not data["holds"]:
         made_by = evidence.versions.get("zosim", "another version")
-        stderr.print(f"made by zosim {made_by}; another version may predict differently", markup=False)
+        stderr.print(f"made by zosim {made_by}; another version may predict differently")
         raise typer.Exit(1)

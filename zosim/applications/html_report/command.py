@@ -79,4 +79,4 @@ def report(
     The page is one file, works without a network, and shows tables and pictures where scripts are off.
     """
     written = write_report(*sources, output=output, **where)
-    stderr.print(f"wrote {written}: {written.stat().st_size / 1e6:.2f} MB", markup=False, soft_wrap=True)
+    stderr.print(f"wrote {written}: {written.stat().st_size / 1e6:.2f} MB", soft_wrap=True)

@@ -107,7 +107,7 @@ def slack(
     }
     if plot is not None:
         _draw(plot, outcomes, p99_ms)
-        stderr.print(f"wrote {plot}", markup=False, soft_wrap=True)
+        stderr.print(f"wrote {plot}", soft_wrap=True)
     emit(data, json=as_json, text=_view(data, p99_ms))
 
 

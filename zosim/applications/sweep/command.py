@@ -82,7 +82,7 @@ def sweep(
         table=table,
         on_progress=_Reporter(),
     )
-    stderr.print(f"wrote {outcome.output}", markup=False, soft_wrap=True)
+    stderr.print(f"wrote {outcome.output}", soft_wrap=True)
     emit(outcome.to_data(), json=as_json, text=outcome.report())
 
 

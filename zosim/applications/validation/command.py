@@ -62,7 +62,7 @@ def validate(
     by_group = scores(judged)
     if output is not None:
         write_table(output, rows, [columns_of(forecast) for _, forecast in outcomes], REQUIRED)
-        stderr.print(f"wrote {output}", markup=False, soft_wrap=True)
+        stderr.print(f"wrote {output}", soft_wrap=True)
     reasons = Counter(forecast for _, forecast in outcomes if isinstance(forecast, str))
     num_predicted, mean = len(rows) - reasons.total(), mean_over_groups(by_group)
     data = {
