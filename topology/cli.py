@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import math
 import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -37,13 +36,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Topology file to write.")]
 
 
-class Tool(enum.StrEnum):
-    """Tools whose descriptions can be imported."""
-
-    NCCL = "nccl"
-    HWLOC = "hwloc"
-    SMI = "smi"
-    ROCM = "rocm"
+Tool = Literal["nccl", "hwloc", "smi", "rocm"]
+"""Tools whose descriptions can be imported."""
 
 
 @app.command("list")
@@ -210,13 +204,13 @@ def import_description(
     named: dict[str, Any] = {"gpu": gpu, "cpu": cpu, "memory": memory, "memory_bandwidth": memory_bandwidth}
     name = "stdin" if str(path) == "-" else path.stem
     match tool or guess_tool(path, text):
-        case Tool.NCCL:
+        case "nccl":
             topology = from_nccl_xml(path, **named)
-        case Tool.HWLOC:
+        case "hwloc":
             topology = from_hwloc_xml(path, **named)
-        case Tool.SMI:
+        case "smi":
             topology = from_nvidia_smi_topo(text, name=name, **named)
-        case Tool.ROCM:
+        case "rocm":
             topology = from_rocm_smi_topo(text, name=name, **named)
     _deliver(topology, output, as_json)
 
@@ -232,15 +226,16 @@ def guess_tool(path: Path, text: str) -> Tool:
     from topology.importers.rocm import is_rocm
 
     if not text.lstrip().startswith("<"):
-        return Tool.ROCM if is_rocm(text) else Tool.SMI
+        return "rocm" if is_rocm(text) else "smi"
     if str(path) == "-":
         raise TopologyError(
             "standard input is XML, which can only be read from a file", hint="give the file's name"
         )
     first = re.sub(r"<!--.*?-->|<[?!][^>]*>", "", text[: 2**16], flags=re.DOTALL).lstrip()
-    for tag, tool in (("<topology", Tool.HWLOC), ("<system", Tool.NCCL)):
-        if first.startswith(tag):
-            return tool
+    if first.startswith("<topology"):
+        return "hwloc"
+    if first.startswith("<system"):
+        return "nccl"
     message = f"{str(path)!r} is XML from neither NCCL nor hwloc"
     raise TopologyError(message, hint="NCCL's begins with <system>, hwloc's with <topology>")
 
