@@ -64,13 +64,9 @@ def estimate(
 ) -> OperationCost:
     """Return what `work` costs on the device of `profile`.
 
-    Parameters
-    ----------
-    bound : {"central", "low", "high"}
-        ``low`` and ``high`` set every constant to the end of its interval that makes the work shortest or
-        longest; they enclose the truth if the constants' intervals do.
-    direction : {"h2d", "d2h"}
-        Which way ``copy_bytes`` go.
+    - `bound`: ``low`` and ``high`` set every constant to the end of its interval that makes the work shortest or longest; they
+      enclose the truth if the constants' intervals do.
+    - `direction`: which way ``copy_bytes`` go.
 
     Raises
     ------

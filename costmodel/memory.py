@@ -123,10 +123,7 @@ def host_limits() -> HostLimits:
 def pinned_slabs(sizes: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return how to cut buffers that stay out of as little pinned memory as powers of two allow.
 
-    Parameters
-    ----------
-    sizes : sequence of int
-        Bytes of each buffer, in any order.
+    `sizes`: bytes of each buffer, in any order.
 
     Returns
     -------

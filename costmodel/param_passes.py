@@ -278,12 +278,8 @@ _CLOSING_KERNELS = 30
 def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> Work:
     """Return the work of closing an increment beside a linear layer: compacted with the others, whose memory is full, and drawn anew.
 
-    Parameters
-    ----------
-    rank : int
-        Of the increment that was open.
-    closed_rank : int
-        Of what all closed ones are compacted to.
+    - `rank`: of the increment that was open.
+    - `closed_rank`: of what all closed ones are compacted to.
 
     Notes
     -----

@@ -117,10 +117,7 @@ class MachineBuilder:
     def build(self, description: str = "", *, state_memory: str | None = None) -> Topology:
         """The finished machine; what had to be assumed is appended to the description.
 
-        Parameters
-        ----------
-        state_memory : str, optional
-            How a user states the host's memory where it is assumed; the importers' options if left out.
+        `state_memory`: how a user states the host's memory where it is assumed; the importers' options if left out.
 
         Raises
         ------
@@ -148,12 +145,8 @@ class MachineBuilder:
 def memory_notes(nodes: Iterable[Node], how: str) -> list[str]:
     """What is assumed of a host's memory, in a sentence; empty if nothing is.
 
-    Parameters
-    ----------
-    nodes : iterable of Node
-        Of one host.
-    how : str
-        How a user states it.
+    - `nodes`: of one host.
+    - `how`: how a user states it.
     """
     memories = [node for node in nodes if node.type == "memory"]
     sizes = [node for node in memories if node.capacity and node.capacity.basis == "assumed"]
@@ -185,16 +178,10 @@ def assumed_memory(
 ) -> dict[str, Any]:
     """Fields of a memory node whose figures a user gave for the host, or that are assumed.
 
-    Parameters
-    ----------
-    capacity, bandwidth : str, optional
-        Of all the host's memory, such as ``"512 GiB"`` and ``"200 GB/s"``.
-    num_domains : int, optional
-        NUMA domains among which they are divided.
-    gpus : sequence of DeviceSpec, optional
-        The host's GPUs: a server is assumed around those made for servers.
-    is_grace : bool, optional
-        Whether the domain is a Grace's, which its GPUs reach by NVLink-C2C.
+    - `capacity`, `bandwidth`: of all the host's memory, such as ``"512 GiB"`` and ``"200 GB/s"``.
+    - `num_domains`: NUMA domains among which they are divided.
+    - `gpus`: the host's GPUs: a server is assumed around those made for servers.
+    - `is_grace`: whether the domain is a Grace's, which its GPUs reach by NVLink-C2C.
 
     Notes
     -----

@@ -166,13 +166,9 @@ def _measured(topology: Topology, then: Topology, entry: MeasuredBandwidth) -> M
 def changed(topology: Topology, changes: Sequence[str] = (), drop: Sequence[str] = ()) -> Topology:
     """Return a machine with figures changed, and nodes or links lost.
 
-    Parameters
-    ----------
-    changes : sequence of str
-        ``TARGET.QUANTITY=VALUE``: the id of a node or link, the name of a device or of a kind of link, or a type of node or
-        technology of link; a :data:`Quantity`; a factor such as ``0.5x``, or a value such as ``8 GB/s``.
-    drop : sequence of str
-        Nodes and links; with a host goes all that it contains.
+    - `changes`: ``TARGET.QUANTITY=VALUE``: the id of a node or link, the name of a device or of a kind of link, or a type of node
+      or technology of link; a :data:`Quantity`; a factor such as ``0.5x``, or a value such as ``8 GB/s``.
+    - `drop`: nodes and links; with a host goes all that it contains.
 
     Raises
     ------

@@ -21,13 +21,7 @@ def with_digest(content: Mapping[str, Any]) -> dict[str, Any]:
 def save_checksummed(
     content: Mapping[str, Any], path: str | Path, what: str, error: type[ZosimError]
 ) -> None:
-    """Write `content` with its digest as a JSON file.
-
-    Parameters
-    ----------
-    what : str
-        What messages call the file, such as ``"profile"``.
-    """
+    """Write `content` with its digest as a JSON file (`what`: what messages call the file, such as ``"profile"``)."""
     try:
         Path(path).write_text(json.dumps(with_digest(content), indent=1) + "\n", encoding="utf-8")
     except OSError as reason:

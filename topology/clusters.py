@@ -13,12 +13,8 @@ def cluster(topology: Topology, num_hosts: int, *, name: str | None = None) -> T
     Nodes and links of copy ``i`` are named ``host{i}/...``; network nodes keep their names and are there once. All
     hosts reach each other at the bandwidth of their adapters: the network itself never limits.
 
-    Parameters
-    ----------
-    topology : Topology
-        A single host, with a network node if there is to be more than one.
-    name : str, optional
-        By default the machine's name and the number of hosts.
+    - `topology`: a single host, with a network node if there is to be more than one.
+    - `name`: by default the machine's name and the number of hosts.
 
     Raises
     ------

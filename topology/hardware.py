@@ -65,10 +65,7 @@ def resolve(spec: str) -> Topology:
 def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
     """The machine that is assumed where only its GPUs are known: a host of 16 cores, a PCIe root for each GPU, and its NVLinks.
 
-    Parameters
-    ----------
-    count : int
-        GPUs of one host. Two are joined by all of their NVLinks, more by a switch.
+    `count`: GPUs of one host. Two are joined by all of their NVLinks, more by a switch.
     """
     builder = MachineBuilder(gpu.id if count == 1 else f"{count}x-{gpu.id}")
     is_grace = re.match("g[hb][23]00-", gpu.id) is not None

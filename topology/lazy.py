@@ -24,12 +24,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], list[str]]:
     """Return a package's ``__getattr__`` and ``__all__``, from the imports under ``if TYPE_CHECKING:`` of its file.
 
-    Parameters
-    ----------
-    package, file : str
-        Its ``__name__`` and ``__file__``.
-    **others
-        What calls make, by name.
+    - `package`, `file`: its ``__name__`` and ``__file__``.
+    - `**others`: what calls make, by name.
 
     Raises
     ------

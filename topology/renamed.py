@@ -28,12 +28,8 @@ def with_present_names(document: _Content, renamed: Mapping[str, str]) -> _Conte
 
     A key whose present name is there as well stays, so that the file is refused for it.
 
-    Parameters
-    ----------
-    document
-        What JSON or YAML hold; it is not changed.
-    renamed : mapping of str to str
-        Rows, applied in their order; see the module.
+    - `document`: what JSON or YAML hold; it is not changed.
+    - `renamed`: rows, applied in their order; see the module.
 
     Examples
     --------

@@ -79,11 +79,8 @@ class QuantityError(TopologyError, ValueError):
 def parse_quantity(text: str, dimension: Dimension) -> float:
     """Value in SI units of a quantity such as ``"31.5 GB/s"``.
 
-    Parameters
-    ----------
-    dimension : Dimension
-        What is expected: bytes, bandwidth (B/s), time (s), compute (flop/s), power (W), frequency (Hz),
-        transfer_rate (transfers/s), count or ratio.
+    `dimension`: what is expected: bytes, bandwidth (B/s), time (s), compute (flop/s), power (W), frequency (Hz), transfer_rate
+    (transfers/s), count or ratio.
 
     Raises
     ------

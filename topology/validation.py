@@ -32,10 +32,7 @@ class FrozenModel(BaseModel):
 class RuleError(ValueError):
     """A broken rule inside a validator, with the fix that :func:`readable` prints.
 
-    Parameters
-    ----------
-    location : tuple of str and int, optional
-        Where inside the validated thing it stands, so that its line can be told.
+    `location`: where inside the validated thing it stands, so that its line can be told.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, location: Location = ()) -> None:
@@ -54,14 +51,9 @@ def without_removed(
 ) -> dict[str, Any]:
     """Return fields that an earlier version wrote without those that were removed since.
 
-    Parameters
-    ----------
-    what : str
-        What they are fields of, for messages.
-    names : mapping
-        Removed fields, and the value that says what holds now without them.
-    values : mapping
-        Removed values of fields that stay.
+    - `what`: what they are fields of, for messages.
+    - `names`: removed fields, and the value that says what holds now without them.
+    - `values`: removed values of fields that stay.
 
     Raises
     ------
@@ -105,13 +97,9 @@ def readable(
 ) -> Iterator[None]:
     """Context in which a pydantic ``ValidationError`` leaves as a readable error of the given class.
 
-    Parameters
-    ----------
-    locate : callable, optional
-        Turns a location into words, such as ``"line 12"``.
-    model : type, optional
-        The validated class, used to suggest known keys for unknown ones; looked up by the error's title
-        among the :class:`FrozenModel` classes if omitted.
+    - `locate`: turns a location into words, such as ``"line 12"``.
+    - `model`: the validated class, used to suggest known keys for unknown ones; looked up by the error's title among the
+      :class:`FrozenModel` classes if omitted.
 
     Examples
     --------

@@ -101,12 +101,8 @@ def adapters_of(
 ) -> tuple[LoRA | None, Prefix | None]:
     """Return the adapters or the prefix that settings mean; what was recorded stays where nothing is set.
 
-    Parameters
-    ----------
-    recorded : mapping, optional
-        ``lora`` and ``prefix`` of a run that is gone on with.
-    seed : int
-        Of the numbers that they begin with.
+    - `recorded`: ``lora`` and ``prefix`` of a run that is gone on with.
+    - `seed`: of the numbers that they begin with.
 
     Raises
     ------

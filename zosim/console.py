@@ -45,10 +45,7 @@ _PIPE_COLUMNS = 100
 def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
     """Print a command's result to stdout.
 
-    Parameters
-    ----------
-    text : renderable, optional
-        What people see: a string or a rich table. By default the JSON document, too.
+    `text`: what people see: a string or a rich table. By default the JSON document, too.
     """
     if json or text is None:
         stdout.print(jsonlib.dumps(to_jsonable(data), indent=2, allow_nan=False), soft_wrap=True)

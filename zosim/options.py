@@ -264,10 +264,7 @@ def _sections_of(tree: type[Section]) -> dict[str, type[Section]]:
 def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str] = ()) -> _Tree:
     """Return the config that options state by their names, such as ``keep_perturbations``; None states nothing.
 
-    Parameters
-    ----------
-    only : collection of str
-        The names that there are; by default all of the tree.
+    `only`: the names that there are; by default all of the tree.
 
     Raises
     ------

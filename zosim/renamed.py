@@ -106,12 +106,8 @@ def _warn(what: str) -> None:
 def in_present_names(settings: dict[str, Any], known: Collection[str], stacklevel: int = 2) -> dict[str, Any]:
     """Return a function's keywords and their values in present spellings, and warn of each earlier one.
 
-    Parameters
-    ----------
-    known : collection of str
-        Keywords that the function has.
-    stacklevel : int
-        As of :func:`warnings.warn`, counted from the caller of this function.
+    - `known`: keywords that the function has.
+    - `stacklevel`: as of :func:`warnings.warn`, counted from the caller of this function.
     """
     options = {_option(name) for name in known}
     now = {}

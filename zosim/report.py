@@ -62,12 +62,8 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
 class Table:
     """Rows under headings.
 
-    Parameters
-    ----------
-    columns : sequence of str
-        Headings, with their units.
-    rows : iterable of sequence
-        Cells, one for each column, shown as they are; a ``rich.text.Text`` brings its own style.
+    - `columns`: headings, with their units.
+    - `rows`: cells, one for each column, shown as they are; a ``rich.text.Text`` brings its own style.
     """
 
     def __init__(
@@ -206,10 +202,7 @@ class Picture:
 class Report:
     """Elements under a title.
 
-    Parameters
-    ----------
-    parts
-        What there is to say, in order. Empty strings, lists and tables without rows are left out.
+    `parts`: what there is to say, in order. Empty strings, lists and tables without rows are left out.
     """
 
     def __init__(self, title: str, *elements: Element) -> None:

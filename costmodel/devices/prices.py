@@ -250,12 +250,8 @@ def job_costs(
 ) -> tuple[JobCost, ...]:
     """Return what a job costs in every way in which the machine can be paid for.
 
-    Parameters
-    ----------
-    num_devices : int
-        Compute devices that the job uses, of those that the machine has.
-    num_rented : int, optional
-        Devices that are paid for where single ones are let; by default those that are used.
+    - `num_devices`: compute devices that the job uses, of those that the machine has.
+    - `num_rented`: devices that are paid for where single ones are let; by default those that are used.
 
     Raises
     ------

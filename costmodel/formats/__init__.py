@@ -160,10 +160,7 @@ def default_dtype(checkpoint: StorageFormat | None, device: DeviceSpec) -> tuple
     On a CPU it is float32. On a GPU it is the checkpoint's own, unless that has 16 bits and the GPU has no units for it: torch would
     compute in float32 then. A checkpoint that states none gets bfloat16 where the GPU has units for it, else float32.
 
-    Parameters
-    ----------
-    checkpoint : str or None
-        Format of the weights in the model's files.
+    `checkpoint`: format of the weights in the model's files.
 
     Examples
     --------

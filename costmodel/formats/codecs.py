@@ -276,12 +276,8 @@ def message_bytes(
 ) -> int:
     """Return the predicted bytes of a whole message.
 
-    Parameters
-    ----------
-    element_bytes : int
-        Of the tensor's format.
-    stats : SymbolStatistics, optional
-        Of its symbols; needed unless the codec is ``none``.
+    - `element_bytes`: of the tensor's format.
+    - `stats`: of its symbols; needed unless the codec is ``none``.
     """
     overhead = overhead_bytes(spec, shape, element_bytes)
     if spec.bits is None:

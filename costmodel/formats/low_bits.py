@@ -212,22 +212,13 @@ def quantized_forward_work(
 ) -> Work:
     """Return the work of a segment's forward whose linear layers are quantized, from that with plain weights.
 
-    Parameters
-    ----------
-    work : Work
-        Of the forward with plain weights, with a product for each linear layer.
-    linears : sequence of (int, int)
-        Those that are quantized.
-    are_inputs_quantized : bool
-        Whether inputs are rounded to a byte before they are multiplied.
-    has_side_path : bool
-        Whether a rounded perturbation is added.
-    nonzero_share : float
-        Share of its rows that are not 0, for which alone something is added.
-    kept_bytes : int
-        What of the segment is alive beside a layer: the sum that residuals are added to.
-    perturbation_format : str
-        That the quantized values of the perturbation are kept in.
+    - `work`: of the forward with plain weights, with a product for each linear layer.
+    - `linears`: those that are quantized.
+    - `are_inputs_quantized`: whether inputs are rounded to a byte before they are multiplied.
+    - `has_side_path`: whether a rounded perturbation is added.
+    - `nonzero_share`: share of its rows that are not 0, for which alone something is added.
+    - `kept_bytes`: what of the segment is alive beside a layer: the sum that residuals are added to.
+    - `perturbation_format`: that the quantized values of the perturbation are kept in.
 
     Notes
     -----
@@ -364,14 +355,9 @@ def quantized_sampling_work(
 ) -> Work:
     """Return what quantizing drawn numbers takes besides.
 
-    Parameters
-    ----------
-    perturbation_format : str
-        That quantized values are kept in.
-    sparse : sequence of (int, int)
-        Outputs and inputs of those that are 0 in most of their rows.
-    sequential_elements : int, optional
-        Elements of the largest tensor, where one generator draws one after the other.
+    - `perturbation_format`: that quantized values are kept in.
+    - `sparse`: outputs and inputs of those that are 0 in most of their rows.
+    - `sequential_elements`: elements of the largest tensor, where one generator draws one after the other.
     """
     at_once = min(num_elements, ROUNDED_AT_ONCE)
     is_packed = FORMATS[perturbation_format].bits < 8

@@ -136,10 +136,7 @@ def boundary_statistics(
 ) -> SymbolStatistics:
     """Return the statistics of a tensor that crosses a boundary of which this is known; None counts all symbols alike.
 
-    Parameters
-    ----------
-    has_side_path : bool
-        Whether it is the residual stream beside an activation.
+    `has_side_path`: whether it is the residual stream beside an activation.
     """
     if known is None:
         return statistics_of_density(shape, bits=bits, density=1.0)

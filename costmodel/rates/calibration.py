@@ -88,15 +88,10 @@ def fit_profile(
 ) -> tuple[Profile, FitReport]:
     """Return the profile that explains `measurements` best, and how well it does.
 
-    Parameters
-    ----------
-    base_profile : Profile
-        Where the fit starts, and what it falls back on. Its intervals are the prior.
-    statistic : {"median", "fastest"}
-        Which duration of a measurement to explain. The fastest is the machine's own where other processes
-        disturbed the measuring; the median is what runs will meet if they are disturbed alike.
-    quantities : collection of str
-        Of constants that are fitted: others stay as they are.
+    - `base_profile`: where the fit starts, and what it falls back on. Its intervals are the prior.
+    - `statistic`: which duration of a measurement to explain. The fastest is the machine's own where other processes disturbed
+      the measuring; the median is what runs will meet if they are disturbed alike.
+    - `quantities`: of constants that are fitted: others stay as they are.
 
     Raises
     ------
@@ -322,10 +317,7 @@ _LEAST_CORES, _MOST_CORES = 0.1, 2.0
 def with_copy_cores(profile: Profile, measurements: Sequence[Measurement]) -> tuple[Profile, str]:
     """Return a CPU's profile with the cores that a copy takes from kernels beside it, and why it is not known, or nothing if it is.
 
-    Parameters
-    ----------
-    measurements : sequence of Measurement
-        Among them a product and a copy, each alone, and contended beside the other.
+    `measurements`: among them a product and a copy, each alone, and contended beside the other.
 
     Notes
     -----

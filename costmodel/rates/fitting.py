@@ -84,18 +84,12 @@ def most_probable(
 ) -> tuple[Floats, Floats]:
     """Return the constants that explain data best, and the derivatives of all terms of the sum there.
 
-    Parameters
-    ----------
-    residuals, jacobian : callable
-        From constants to the residuals of data, and to their derivatives; without the latter they are differences.
-    weights : array or float
-        One over the standard deviation of each residual.
-    loss : RobustLoss, optional
-        A square by default.
-    start : array, optional
-        Where the search begins; the prior by default.
-    **options
-        Of :func:`scipy.optimize.least_squares`, such as ``bounds`` and ``xtol``.
+    - `residuals`, `jacobian`: from constants to the residuals of data, and to their derivatives; without the latter they are
+      differences.
+    - `weights`: one over the standard deviation of each residual.
+    - `loss`: a square by default.
+    - `start`: where the search begins; the prior by default.
+    - `**options`: of :func:`scipy.optimize.least_squares`, such as ``bounds`` and ``xtol``.
 
     Examples
     --------

@@ -83,12 +83,8 @@ def with_slowdown(profile: Profile, slowdown: Slowdown) -> Profile:
 def at_slowdown(profile: Profile, ratio: float) -> Profile:
     """Return what a profile says at a slowdown, as times what the reference takes at full speed.
 
-    Parameters
-    ----------
-    profile : Profile
-        One that knows its pace: others are returned as they are.
-    ratio : float
-        At least 1; less counts as 1.
+    - `profile`: one that knows its pace: others are returned as they are.
+    - `ratio`: at least 1; less counts as 1.
     """
     own = profile.values().get("slowdown")
     if own is None:

@@ -227,12 +227,8 @@ def _run(command: list[str]) -> str | None:
 def gpus_from_smi(listing: str, matrix_text: str) -> Gpus:
     """GPUs from the output of ``nvidia-smi``.
 
-    Parameters
-    ----------
-    listing : str
-        CSV rows of index, name, memory.total, pcie.link.gen.max, pcie.link.width.max, pci.bus_id.
-    matrix_text : str
-        Output of ``nvidia-smi topo -m``; may be empty.
+    - `listing`: CSV rows of index, name, memory.total, pcie.link.gen.max, pcie.link.width.max, pci.bus_id.
+    - `matrix_text`: output of ``nvidia-smi topo -m``; may be empty.
 
     Raises
     ------

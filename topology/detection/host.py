@@ -66,12 +66,8 @@ class HostFacts:
 def read_host(root: Path = Path("/"), *, cpus: Iterable[int] | None = None) -> HostFacts:
     """What this process may use of its host.
 
-    Parameters
-    ----------
-    root : Path, optional
-        Root of the file system with ``proc`` and ``sys``.
-    cpus : iterable of int, optional
-        Logical processors; those of the process's affinity if left out.
+    - `root`: root of the file system with ``proc`` and ``sys``.
+    - `cpus`: logical processors; those of the process's affinity if left out.
     """
     usable = frozenset(usable_cpus() if cpus is None else cpus)
     # Fields of the first processor; the others are like it.
@@ -270,12 +266,8 @@ def cpu_spec(facts: HostFacts, package: Package) -> DeviceSpec:
 def measure_copy_bandwidth(num_threads: int, cache_bytes: int, memory_bytes: int) -> float:
     """Bandwidth in bytes per second that a copy in memory reaches, reads and writes counted.
 
-    Parameters
-    ----------
-    cache_bytes : int
-        Last-level cache; the buffers are four times as large where memory allows.
-    memory_bytes : int
-        Usable memory, of which at most a 32nd is taken.
+    - `cache_bytes`: last-level cache; the buffers are four times as large where memory allows.
+    - `memory_bytes`: usable memory, of which at most a 32nd is taken.
 
     Notes
     -----

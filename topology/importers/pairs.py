@@ -27,10 +27,7 @@ class Endpoint:
 def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mapping[Pair, str]) -> None:
     """Hang devices into the PCIe tree that explains their common ancestors.
 
-    Parameters
-    ----------
-    levels : mapping of pair of ids to str
-        PIX, PXB or PHB per pair; other codes do not place a device below a common root.
+    `levels`: PIX, PXB or PHB per pair; other codes do not place a device below a common root.
 
     Notes
     -----
@@ -78,12 +75,8 @@ def join_nvlinks(
 ) -> None:
     """Join GPUs by the NVLinks counted per pair: directly, or by a switch where they cannot all be direct.
 
-    Parameters
-    ----------
-    counts : mapping of (id, id) to int
-        NVLinks per pair.
-    ports : NvlinkPorts or None
-        The NVLinks of one GPU; those of the fourth generation if it is not known.
+    - `counts`: NVLinks per pair.
+    - `ports`: the NVLinks of one GPU; those of the fourth generation if it is not known.
 
     Notes
     -----

@@ -103,14 +103,9 @@ def link_above(
 ) -> LinkType:
     """The link above a PCI device: as its file tells, unless a virtual machine hides it or makes it up.
 
-    Parameters
-    ----------
-    reported : LinkType or None
-        As its file says.
-    below : sequence of LinkType
-        Of the devices and bridges below it, if it is a bridge.
-    vendor : int, optional
-        Of a bridge, where it is known.
+    - `reported`: as its file says.
+    - `below`: of the devices and bridges below it, if it is a bridge.
+    - `vendor`: of a bridge, where it is known.
     """
     if gpu is not None:
         return _of_gpu(builder, name, reported, gpu)

@@ -297,10 +297,7 @@ def build_matrix(
 ) -> None:
     """Add a host with all that a matrix tells of it; parameters as of :func:`from_nvidia_smi_topo`.
 
-    Parameters
-    ----------
-    specs : mapping of str to DeviceSpec
-        By the rows that are GPUs.
+    `specs`: by the rows that are GPUs.
 
     Raises
     ------

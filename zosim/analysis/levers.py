@@ -42,12 +42,9 @@ def levers(
 ) -> tuple[Lever, ...]:
     """Return the figures that a plan on these devices depends on.
 
-    Parameters
-    ----------
-    to_derive : bool
-        Whether latencies of links are among them, and compute rates grow with the power that sustains them; money buys neither.
-    each : bool
-        Whether every link, device and memory has figures of its own, rather than all of one type together.
+    - `to_derive`: whether latencies of links are among them, and compute rates grow with the power that sustains them; money buys
+      neither.
+    - `each`: whether every link, device and memory has figures of its own, rather than all of one type together.
     """
     memories = {topology.host_memory(device).id for device in devices}
     return (

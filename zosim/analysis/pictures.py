@@ -219,10 +219,7 @@ def scatter_svg(points: Sequence[tuple[str, float, float, bool]], across: str, u
 def topology_svg(topology: Topology, busy: Mapping[str, float]) -> str:
     """Return the machine with each link as wide and as red as it is busy; empty for one of more than 200 nodes.
 
-    Parameters
-    ----------
-    busy : mapping of str to float
-        Share of a step's time for which each resource is busy, by its id.
+    `busy`: share of a step's time for which each resource is busy, by its id.
     """
     if len(topology.nodes) > _MOST_NODES:
         return ""

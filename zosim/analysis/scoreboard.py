@@ -37,17 +37,11 @@ def score_table(
 ) -> Table:
     """Return errors in percent, a line for each score.
 
-    Parameters
-    ----------
-    head : str
-        Heading of their names.
-    goals : mapping of str to (float, float), optional
-        Largest median and 90th percentile that are aimed at, by the name of the score; with it come two columns that say
-        which were met.
-    more : mapping of str to mapping, optional
-        Further columns: by heading, a text for each name of a score.
-    digits : int
-        Behind the point.
+    - `head`: heading of their names.
+    - `goals`: largest median and 90th percentile that are aimed at, by the name of the score; with it come two columns that say
+      which were met.
+    - `more`: further columns: by heading, a text for each name of a score.
+    - `digits`: behind the point.
     """
     others = more or {}
     columns = (head, *SCORE_COLUMNS, *(() if goals is None else _GOAL_COLUMNS), *others)
@@ -99,12 +93,8 @@ def rows_table(
 ) -> Table:
     """Return rows of one quantity, the largest errors first, and `more` columns by heading.
 
-    Parameters
-    ----------
-    items : iterable
-        Rows, or what `row_of` makes a row of.
-    more : mapping of str to callable, optional
-        Of an item, what stands in a further column.
+    - `items`: rows, or what `row_of` makes a row of.
+    - `more`: of an item, what stands in a further column.
 
     Examples
     --------

@@ -39,11 +39,8 @@ from zosim.program.program_set import ProgramSet
 def as_published(program: Program, plan: Plan, *, prefetches: bool = True, decays: bool = True) -> Program:
     """Return `program` with the works of the papers' code.
 
-    Parameters
-    ----------
-    prefetches : bool
-        Whether a block is uploaded while the one before it computes, behind that one's launches. Off, every upload
-        waits for what was listed on the compute stream before it.
+    `prefetches`: whether a block is uploaded while the one before it computes, behind that one's launches. Off, every upload
+    waits for what was listed on the compute stream before it.
     """
     writer = _Writer(plan, decays=decays)
     step = [

@@ -50,14 +50,9 @@ def chrome_trace(
 ) -> dict[str, Any]:
     """Return the timeline as a Chrome trace, times in microseconds.
 
-    Parameters
-    ----------
-    timeline : Timeline
-        Steps that it leaves out are left out here as well; an instant event says how many.
-    program : Program, optional
-        The program that it is of; without it there are no arrows.
-    rank : int, optional
-        Only this rank, as HTA wants it; all ranks in one trace unless given.
+    - `timeline`: steps that it leaves out are left out here as well; an instant event says how many.
+    - `program`: the program that it is of; without it there are no arrows.
+    - `rank`: only this rank, as HTA wants it; all ranks in one trace unless given.
 
     Raises
     ------

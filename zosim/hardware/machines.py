@@ -40,19 +40,13 @@ def machines_for(
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank.
 
-    Parameters
-    ----------
-    devices : sequence of str
-        Node of each rank's device. CPU ranks may share one.
-    profiles : Profile, or sequence of Profile
-        What operations cost, on all devices or of each rank.
-    process_groups : mapping of str to sequence of sequence of int
-        Partitions of the ranks into those that work together (see :attr:`~zosim.program.program_set.ProgramSet.process_groups`).
-    known : KnownPaths, optional
-        What was found for other ranks on the same topology; more is added.
-    processes : sequence of int, optional
-        Number of the process that drives each rank's device, whose one thread issues the copies of all its GPUs; by default
-        ranks are processes, as in runs.
+    - `devices`: node of each rank's device. CPU ranks may share one.
+    - `profiles`: what operations cost, on all devices or of each rank.
+    - `process_groups`: partitions of the ranks into those that work together (see
+      :attr:`~zosim.program.program_set.ProgramSet.process_groups`).
+    - `known`: what was found for other ranks on the same topology; more is added.
+    - `processes`: number of the process that drives each rank's device, whose one thread issues the copies of all its GPUs; by
+      default ranks are processes, as in runs.
 
     Raises
     ------

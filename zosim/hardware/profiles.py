@@ -35,12 +35,8 @@ def undisturbed_host_profile(device_name: str, num_threads: int) -> Profile | No
 def save_host_profile(profile: Profile, *, keep_disturbed: bool = False) -> Path | None:
     """Keep the calibration of a device of this machine for later commands, and return where, or None if it is not kept.
 
-    Parameters
-    ----------
-    profile : Profile
-        Not kept if other processes disturbed too much of its calibration.
-    keep_disturbed : bool
-        Whether to keep it even then; never in place of one that nothing disturbed.
+    - `profile`: not kept if other processes disturbed too much of its calibration.
+    - `keep_disturbed`: whether to keep it even then; never in place of one that nothing disturbed.
     """
     path = host_profile_path(profile.device_name, profile.num_threads)
     if profile.is_disturbed and (
@@ -135,10 +131,7 @@ def profile_for(
 ) -> Profile:
     """Return the profile to predict `device` with.
 
-    Parameters
-    ----------
-    is_host : bool
-        Whether `topology` is this machine, so that its own calibration may be used if there is one.
+    `is_host`: whether `topology` is this machine, so that its own calibration may be used if there is one.
 
     Raises
     ------

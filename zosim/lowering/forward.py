@@ -38,13 +38,7 @@ _NUM_GATHERED = 5
 
 
 class Forwards(AxisWriter):
-    """Writes the load of a batch, and forwards.
-
-    Parameters
-    ----------
-    rank, listing
-        As of :class:`AxisWriter`.
-    """
+    """Writes the load of a batch, and forwards (`rank`, `listing`: as of :class:`AxisWriter`)."""
 
     def __init__(
         self,

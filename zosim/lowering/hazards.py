@@ -96,14 +96,9 @@ def connect(
 ) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
     """Return `step` and `flush` with the dependencies that their accesses need.
 
-    Parameters
-    ----------
-    overlap : bool
-        Off, every instruction waits for the one listed before it.
-    shared : frozenset of str
-        Buffers that the ranks of a host have in common.
-    group : str
-        The ranks among whom these are shared out.
+    - `overlap`: off, every instruction waits for the one listed before it.
+    - `shared`: buffers that the ranks of a host have in common.
+    - `group`: the ranks among whom these are shared out.
 
     Notes
     -----

@@ -63,13 +63,7 @@ class Transition(NamedTuple):
 
 
 class EvalPoints(AxisWriter):
-    """Writes perturbations and updates, and knows where the weights of each point lie.
-
-    Parameters
-    ----------
-    rank, listing
-        As of :class:`AxisWriter`.
-    """
+    """Writes perturbations and updates, and knows where the weights of each point lie (`rank`, `listing`: as of :class:`AxisWriter`)."""
 
     def __init__(
         self, rank: Rank, listing: Listing, homes: Homes, perturbations: Perturbations, losses: Losses

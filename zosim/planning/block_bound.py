@@ -356,13 +356,7 @@ class _Prices:
 
 
 class _TwoBlocks:
-    """What a rank of a plan with few blocks does in a step, on whatever machine.
-
-    Parameters
-    ----------
-    standing : mapping of str to range
-        The blocks that a segment stands for.
-    """
+    """What a rank of a plan with few blocks does in a step, on whatever machine (`standing`: the blocks that a segment stands for)."""
 
     def __init__(self, program: Program, standing: Mapping[str, range]) -> None:
         self.program = program

@@ -116,10 +116,7 @@ class Bounds:
     def least_s(self, plan: Plan, forwards_s: float) -> float:
         """Return the seconds of a step, at least, by what is known before anything of the plan is written.
 
-        Parameters
-        ----------
-        forwards_s : float
-            What forwards alone take, on the fastest of the devices.
+        `forwards_s`: what forwards alone take, on the fastest of the devices.
         """
         if plan.num_stages > 1:
             return forwards_s

@@ -44,10 +44,7 @@ class Derivative:
 def derivatives(planned: PlannedRun, *, each: bool = False) -> tuple[Derivative, ...]:
     """Return what every figure is to a plan, those on which its step depends most first.
 
-    Parameters
-    ----------
-    each : bool
-        Whether links, devices and memories are looked at one by one, rather than all of one type together.
+    `each`: whether links, devices and memories are looked at one by one, rather than all of one type together.
 
     Notes
     -----

@@ -82,10 +82,7 @@ def keeping(plan: Plan, num_blocks: int) -> Plan:
 def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
     """Return an offloaded plan with as many blocks on the device as it has space for; None where it has for none, or for all.
 
-    Parameters
-    ----------
-    left_bytes : callable
-        Returns what a plan leaves of the memory of the fullest device.
+    `left_bytes`: returns what a plan leaves of the memory of the fullest device.
     """
     left = left_bytes(plan)
     each = left - left_bytes(keeping(plan, 1)) if left > 0 and plan.model.num_blocks > 1 else 0

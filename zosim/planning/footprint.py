@@ -161,12 +161,8 @@ def footprint_of(
 def footprints(ranks: Sequence[Footprint], hosts: Mapping[str, Sequence[int]]) -> Footprints:
     """Return the memory of all ranks, and of their hosts.
 
-    Parameters
-    ----------
-    ranks : sequence of Footprint
-        In rank order.
-    hosts : mapping of str to sequence of int
-        Ranks of each host.
+    - `ranks`: in rank order.
+    - `hosts`: ranks of each host.
     """
     of_hosts = [
         HostFootprint.of(host, members, [ranks[rank] for rank in members]) for host, members in hosts.items()

@@ -36,12 +36,8 @@ class DeviceChoice:
     Devices are alike if their data sheets and their links to the host's memory are. The fastest come first, so that the first ranks,
     whose shares of a batch are the longer ones, have them. Where there are several kinds, ranks may be on those of any of them.
 
-    Parameters
-    ----------
-    device_type : str
-        GPUs where there are any, or else processors.
-    first : str, optional
-        A device that comes first however fast it is, before those that the file lists behind it.
+    - `device_type`: GPUs where there are any, or else processors.
+    - `first`: a device that comes first however fast it is, before those that the file lists behind it.
 
     Attributes
     ----------
@@ -166,16 +162,10 @@ class Hardware:
     ) -> Hardware:
         """Return a topology as hardware to plan for.
 
-        Parameters
-        ----------
-        device : str, optional
-            Of the first rank; by default the fastest, and a rank may be on every device.
-        max_ranks : int, optional
-            By default one for every device, or for the one that is named.
-        profile : path, optional
-            Calibrated rates; by default those of this machine's calibration, or of data sheets.
-        is_calibrated : bool
-            Whether this machine's own calibration counts, not its data sheets alone.
+        - `device`: of the first rank; by default the fastest, and a rank may be on every device.
+        - `max_ranks`: by default one for every device, or for the one that is named.
+        - `profile`: calibrated rates; by default those of this machine's calibration, or of data sheets.
+        - `is_calibrated`: whether this machine's own calibration counts, not its data sheets alone.
         """
         is_host = name == HOST and is_calibrated
         profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=is_host)

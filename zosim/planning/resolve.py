@@ -59,10 +59,7 @@ def resolve(
 def laid_over(plan: Plan, config: PlanConfig, split_model: SplitModel) -> PlanConfig:
     """Return a plan's config with another laid over it, and what depends on a field that changes put right.
 
-    Parameters
-    ----------
-    split_model : callable
-        Returns the model with some blocks split inside.
+    `split_model`: returns the model with some blocks split inside.
     """
     base = PlanConfig.of(plan)
     blocks = config.residency.given("blocks")
@@ -95,10 +92,7 @@ def schedule_for(config: PlanConfig) -> Schedule:
 def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = None) -> PlanConfig:
     """Return a config whose placement, split points and transfers are those of its mesh, on the kind of device that its first rank has.
 
-    Parameters
-    ----------
-    known : Plan, optional
-        Whose split points and split blocks stay where they can.
+    `known`: whose split points and split blocks stay where they can.
     """
     mesh, split, placement = config.mesh, config.split, config.placement
     assert placement is not None

@@ -50,10 +50,7 @@ class PlanShape:
 def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[PlanShape]:
     """Yield the shapes of one stage, or of the mesh that the request names.
 
-    Parameters
-    ----------
-    is_bounded : bool
-        Whether forwards take in all plans what they take in the plainest.
+    `is_bounded`: whether forwards take in all plans what they take in the plainest.
     """
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):

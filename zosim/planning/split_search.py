@@ -219,13 +219,7 @@ class BoundedSplitPoints:
 
 
 class Ranking:
-    """Split points of one model on one site, best first.
-
-    Parameters
-    ----------
-    costs : Costs, optional
-        Shared among sites of one model.
-    """
+    """Split points of one model on one site, best first (`costs`: shared among sites of one model)."""
 
     def __init__(
         self, pipeline: PlacedPipeline, split_options: SplitOptions, costs: Costs | None = None

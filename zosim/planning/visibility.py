@@ -26,10 +26,7 @@ _ACTIVATION: Mapping[str, Mapping[int, float]] = {
 def least_epsilon(codec: CodecSpec, *, residual: bool) -> float:
     """Return the ε below which a codec adds more to a projected gradient than there is; 0 without bits.
 
-    Parameters
-    ----------
-    residual : bool
-        Whether the hidden state goes through it; else an MLP's activation alone.
+    `residual`: whether the hidden state goes through it; else an MLP's activation alone.
 
     Notes
     -----

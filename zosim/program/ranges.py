@@ -19,12 +19,8 @@ Value = TypeVar("Value")
 class Ranges(Generic[Value]):
     """Every byte has a value; neighbouring bytes that got theirs together share one.
 
-    Parameters
-    ----------
-    value
-        What all bytes have at first.
-    copy : callable
-        Makes the value of one part of a range that is cut in two; the other part keeps the value itself.
+    - `value`: what all bytes have at first.
+    - `copy`: makes the value of one part of a range that is cut in two; the other part keeps the value itself.
 
     Notes
     -----

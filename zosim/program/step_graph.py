@@ -141,10 +141,8 @@ def channel_of(instruction: Instruction) -> Channel | None:
 class StepGraph:
     """The order of a program's run.
 
-    Parameters
-    ----------
-    host_takes_time : bool
-        Whether the host's work before the first computation of a step is a node of its own, the last of the step's.
+    `host_takes_time`: whether the host's work before the first computation of a step is a node of its own, the last of the
+    step's.
 
     Raises
     ------
@@ -331,10 +329,7 @@ class StepGraph:
     def chains(self, is_fixed: Sequence[bool]) -> list[list[int]]:
         """Return runs of a step's instructions of which each waits for the one before alone, and nobody else does.
 
-        Parameters
-        ----------
-        is_fixed : sequence of bool
-            Which instructions take the same time whatever else is running.
+        `is_fixed`: which instructions take the same time whatever else is running.
         """
         usual = self.max_distance + 1
         if usual > self.num_steps:

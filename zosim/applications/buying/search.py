@@ -33,12 +33,8 @@ _HOURS: Key = attrgetter("cost.hours.value")
 class OfferSearch:
     """A search among machines for one market.
 
-    Parameters
-    ----------
-    counts : sequence of int
-        Devices to use at most; larger numbers than a machine has mean all of it.
-    num_listed : int
-        Offers that are to be found.
+    - `counts`: devices to use at most; larger numbers than a machine has mean all of it.
+    - `num_listed`: offers that are to be found.
 
     Attributes
     ----------

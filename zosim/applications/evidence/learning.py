@@ -26,11 +26,8 @@ _CopyType = tuple[str, Work, CopyDirection]
 def learned(paths: Sequence[str | Path]) -> tuple[Profile, FitReport]:
     """Return the profile that runs of one device teach, and how well it explains them.
 
-    Parameters
-    ----------
-    paths : sequence of path
-        Evidence files. The fit starts from the profile that the first was predicted with, which holds whatever the runs
-        leave open.
+    `paths`: evidence files. The fit starts from the profile that the first was predicted with, which holds whatever the runs
+    leave open.
 
     Raises
     ------
@@ -95,11 +92,8 @@ def measurements_of_spans(
 ) -> list[Measurement]:
     """Return the same of a measured timeline, of the programs that were run and of the device's profile so far.
 
-    Parameters
-    ----------
-    statistic : callable
-        What stands for the samples of one kind. Means of parts add up to the mean of their sum; medians fall short of it
-        where parts are now and then held up.
+    `statistic`: what stands for the samples of one kind. Means of parts add up to the mean of their sum; medians fall short of it
+    where parts are now and then held up.
     """
     measurements = []
     for (_, work, direction), (name, spans) in _grouped(timeline, program_set, profile).items():

@@ -28,12 +28,8 @@ _BLOCK = "block."
 def timeline_columns(timeline: Timeline, planned: PlannedRun, label: str) -> dict[str, Any]:
     """Return a timeline as the page's script reads it.
 
-    Parameters
-    ----------
-    planned : PlannedRun
-        Of the same programs: they say what an instruction waits for.
-    label : str
-        What the rows of this timeline are called, such as ``predicted``.
+    - `planned`: of the same programs: they say what an instruction waits for.
+    - `label`: what the rows of this timeline are called, such as ``predicted``.
 
     Returns
     -------

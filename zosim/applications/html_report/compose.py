@@ -108,12 +108,8 @@ def page_of(
 ) -> ReportPage:
     """Return the page of plans and runs.
 
-    Parameters
-    ----------
-    decision : Decision, optional
-        Of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
-    sections : sequence of Report
-        That stand behind the reasons.
+    - `decision`: of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
+    - `sections`: that stand behind the reasons.
 
     Raises
     ------

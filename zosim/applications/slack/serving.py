@@ -54,10 +54,7 @@ _LARGEST = 10_000_000
 def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1.0) -> Times:
     """Return arrivals at random.
 
-    Parameters
-    ----------
-    burst : float
-        Mean number of requests that arrive together, geometrically distributed; 1 for a Poisson process.
+    `burst`: mean number of requests that arrive together, geometrically distributed; 1 for a Poisson process.
 
     Raises
     ------

@@ -40,10 +40,7 @@ class ResultRow(NamedTuple):
 class Results:
     """The database of a sweep, open for its only writer; used as a context manager.
 
-    Parameters
-    ----------
-    path : Path
-        Created if there is none.
+    `path`: created if there is none.
 
     Raises
     ------

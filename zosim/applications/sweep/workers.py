@@ -44,12 +44,8 @@ def outcomes(
 ) -> Iterator[list[tuple[SweepTask, Outcome]]]:
     """Yield what became of tasks as they end, those together that have ended at the same time.
 
-    Parameters
-    ----------
-    evaluate : callable
-        A function that workers can import.
-    executor : Executor, optional
-        What runs them; by default processes of this machine, which are replaced if they are killed.
+    - `evaluate`: a function that workers can import.
+    - `executor`: what runs them; by default processes of this machine, which are replaced if they are killed.
 
     Raises
     ------

@@ -20,10 +20,7 @@ from zosim.program.operations import Send
 def kernel(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a kernel, on the first device of a machine.
 
-    Parameters
-    ----------
-    row : MeasuredRow
-        Of a kind that ``WORKS`` has.
+    `row`: of a kind that ``WORKS`` has.
 
     Raises
     ------

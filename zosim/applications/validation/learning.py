@@ -42,12 +42,8 @@ class Lesson:
 def learned_from_rows(path: Path, hardware: str | None = None) -> tuple[Profile, FitReport, list[Lesson]]:
     """Return the profile that rows of one device teach, how well it explains them, and what was learnt from what.
 
-    Parameters
-    ----------
-    path : path
-        Rows as ``zosim validate`` takes them; topology files that they name lie beside it.
-    hardware : str, optional
-        Learn from the rows of this machine alone.
+    - `path`: rows as ``zosim validate`` takes them; topology files that they name lie beside it.
+    - `hardware`: learn from the rows of this machine alone.
 
     Raises
     ------

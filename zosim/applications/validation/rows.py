@@ -132,10 +132,7 @@ def write_table(
 ) -> None:
     """Write `rows` with the columns of `added` behind their own, in the same order.
 
-    Parameters
-    ----------
-    columns : sequence of str
-        Heads of a file without rows.
+    `columns`: heads of a file without rows.
 
     Raises
     ------
