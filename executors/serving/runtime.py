@@ -314,7 +314,7 @@ class Batcher:
         make = self.runtime.score if chosen[0].output_type == "scores" else self.runtime.next_tokens
         requests = [request for entry in chosen for request in entry.requests]
         try:
-            answers = [answer for part in _in_parts(requests) for answer in make(part)]
+            answers = [answer for part in in_parts(requests) for answer in make(part)]
         except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
             if len(chosen) == 1:
                 chosen[0].answers.set_exception(error)
@@ -329,7 +329,7 @@ class Batcher:
             begin = end
 
 
-def _in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
     """Yield requests in parts that fit the memory of one forward."""
     part: list[Request] = []
     num_tokens = 0

@@ -44,7 +44,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from executors.datasets.generation import continuing
 from executors.serving.runner import Request
-from executors.serving.runtime import Batcher, OutputType, Runtime
+from executors.serving.runtime import Batcher, OutputType, Runtime, in_parts
 from topology.errors import DataError, RunError, ZosimError
 from topology.reading import parse_json
 from topology.validation import readable
@@ -477,7 +477,11 @@ class _Application:
             return answers
 
     async def _turn(self, output_type: OutputType, requests: Sequence[Request], priority: int) -> list[Any]:
-        return await asyncio.wrap_future(self._batcher.submit(output_type, requests, priority))
+        """Return the answers to requests; those that fill more than a forward wait again for each, behind what others sent."""
+        answers: list[Any] = []
+        for part in in_parts(requests):
+            answers += await asyncio.wrap_future(self._batcher.submit(output_type, part, priority))
+        return answers
 
     async def _load(self, body: bytes) -> Mapping[str, Any]:
         requested = await run_in_threadpool(_read, body, _Adapter)

@@ -38,18 +38,14 @@ class Gate:
     """A runtime whose forwards wait until they are let through."""
 
     def __init__(self, runtime):
-        self.runtime, self.is_open, self.began, self.num_forwards = (
-            runtime,
-            threading.Event(),
-            threading.Event(),
-            0,
-        )
+        self.runtime, self.is_open, self.began = runtime, threading.Event(), threading.Event()
+        self.sizes = []  # how many requests each forward had
 
     def __getattr__(self, name):
         return getattr(self.runtime, name)
 
     def score(self, requests):
-        self.num_forwards += 1
+        self.sizes.append(len(requests))
         self.began.set()
         assert self.is_open.wait(HANG_S)
         return self.runtime.score(requests)
@@ -322,8 +318,26 @@ def test_what_a_client_that_left_was_waiting_for_is_not_computed(runtime, capfd)
             gate.is_open.set()
             assert first.result()[0] == 200
         assert answered(server, post(SCORING))[0] == 200
-    assert gate.num_forwards == 2
+    assert len(gate.sizes) == 2
     assert capfd.readouterr().err == ""
+
+
+def test_a_long_request_is_answered_forward_by_forward(runtime, monkeypatch):
+    """Others are answered between its forwards, and none runs once its client has left."""
+    monkeypatch.setattr("executors.serving.runtime._MAX_TOKENS", 6)
+    gate = Gate(runtime)
+    long = SCORING | {"prompt": [[5, 4, 7]] * 8}
+    with serving(gate) as server, ThreadPoolExecutor(2) as pool:
+        with connected(server) as leaving:
+            leaving.sendall(post(long))
+            assert gate.began.wait(HANG_S)
+            staying, short = (pool.submit(answered, server, post(sent)) for sent in (long, SCORING))
+            wait_until(lambda: server.batcher._number == 3, "requests that wait")
+        wait_until(lambda: server._application._num_requests == 2, "a client that left")
+        gate.is_open.set()
+        assert short.result()[0] == 200
+        assert len(json.loads(staying.result()[2])["choices"]) == 8
+    assert gate.sizes in ([2, 2, 1, 2, 2, 2], [2, 1, 2, 2, 2, 2])
 
 
 def test_an_answer_that_takes_too_long_is_refused(runtime):
