@@ -105,16 +105,18 @@ def read_bytes(
     content = bytearray()
     try:
         with Path(path).open("rb") as file:
+            is_too_large = os.fstat(file.fileno()).st_size > max_bytes  # a pipe or a device has none
             # Python sets memory aside for all that a call may read, so that one call for the limit would take it whole.
-            while len(content) <= max_bytes and (chunk := file.read(_CHUNK_BYTES)):
+            while not is_too_large and (chunk := file.read(_CHUNK_BYTES)):
                 content += chunk
+                is_too_large = len(content) > max_bytes
     except FileNotFoundError:
         raise error(f"no {what} at {path}", hint=hint) from None
     except OSError as problem:
         raise error(f"the {what} {path} cannot be read: {problem.strerror}", hint=hint) from problem
     except ValueError as problem:  # a zero byte in the name
         raise error(f"the {what} {str(path)!r} cannot be read: {problem}", hint=hint) from problem
-    if len(content) > max_bytes:
+    if is_too_large:
         raise error(f"{path} is not a {what}: it has more than {max_bytes // 2**20} MiB", hint=hint)
     return bytes(content)
 

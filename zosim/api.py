@@ -312,7 +312,7 @@ def refuse_irregular_run(directory: Path, error: type[ZosimError]) -> None:
     ZosimError
         Of type `error`.
     """
-    names = ("plan.json", "run.json", "program.json", "timeline.json")
+    names = ("plan.json", "run.json", "program.json", "timeline.json", "steps.jsonl", "metrics.jsonl")
     refuse_irregular((directory / name for name in names), error)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
+
 import pytest
 
 from topology.errors import PlanError
@@ -81,6 +84,17 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "it holds no JSON object" in refusal(tmp_path / "list.json")
     assert "it has more than" in refusal(tmp_path / "large", read_text, max_bytes=10)
     assert read_bytes(tmp_path / "large", "plan", PlanError, max_bytes=11) == b"x" * 11
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    (tmp_path / "sparse").touch()
+    os.truncate(tmp_path / "sparse", 2**40)
+    tracemalloc.start()
+    with pytest.raises(PlanError, match="more than 64 MiB"):
+        read_bytes(tmp_path / "sparse", "plan", PlanError, max_bytes=2**26)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 2**24
 
 
 def test_control_characters_are_shown_as_what_they_are():

@@ -217,12 +217,23 @@ def test_nothing_waits_for_what_is_no_file(finished, run, tmp_path, capsys, name
     path = run / name
     path.unlink(missing_ok=True)
     make(path)
-    compared = path.name in ("run.json", "plan.json", "program.json", "timeline.json")
+    compared = path.name in (
+        "run.json",
+        "plan.json",
+        "program.json",
+        "timeline.json",
+        "steps.jsonl",
+        "metrics.jsonl",
+    )
     commands = [
         ("run", "--out", run, "--resume", "--steps", 3, "--no-launch", "--no-tensorboard"),
         ("replay", run, "--model", finished[0], "-o", tmp_path / "again"),
         *(
-            [("compare", run), ("evidence", "make", run, "-o", tmp_path / "evidence.json")]
+            [
+                ("compare", run),
+                ("report", run, "-o", tmp_path / "report.html"),
+                ("evidence", "make", run, "-o", tmp_path / "evidence.json"),
+            ]
             if compared
             else ()
         ),
