@@ -53,6 +53,11 @@ PLACEMENTS: dict[str, str] = {
     "one-windows": f"{_WINDOWS} --no-launch --weights adapters",
     "perturb-windows": f"--mesh perturb=2 {_WINDOWS} {_OFFLOADED}",
     "stage-windows": f"--mesh stage=2 --split-points block.0.mlp {_WINDOWS}",
+    "data-unequal": "--mesh data=3:1",
+    "one-some-resident": f"{_OFFLOADED} --resident-blocks 1",
+    "one-drive": "--residency nvme --no-launch",
+    "perturb-drive-some-resident": "--mesh perturb=2 --residency nvme --resident-blocks 1",
+    "stage-quantized": "--mesh stage=2 --split-points block.0.mlp --weight-format int8 --allow-lossy",
 }
 
 
@@ -61,7 +66,8 @@ def num_ranks(placement: str) -> int:
     words = PLACEMENTS[placement].split()
     product = 1
     for axis in words[words.index("--mesh") + 1].split(",") if "--mesh" in words else ():
-        product *= int(axis.partition("=")[2])
+        size = axis.partition("=")[2]
+        product *= len(shares) if len(shares := size.split(":")) > 1 else int(size)
     return product
 
 
