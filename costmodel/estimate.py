@@ -68,10 +68,7 @@ def estimate(
       enclose the truth if the constants' intervals do.
     - `direction`: which way ``copy_bytes`` go.
 
-    Raises
-    ------
-    ProfileError
-        If the profile has no rate for the work's formats.
+    Raises ProfileError if the profile has no rate for the work's formats.
     """
     values = profile.values(bound)
     terms = work_terms(work, values, direction)

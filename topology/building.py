@@ -58,10 +58,7 @@ class MachineBuilder:
     def add_node(self, node_id: str, node_type: str, **fields: Any) -> str:
         """Add a node and return its id; a second of the same id is refused.
 
-        Raises
-        ------
-        TopologyError
-            If the id is taken, a field is not valid, or there are too many nodes.
+        Raises TopologyError if the id is taken, a field is not valid, or there are too many nodes.
         """
         if len(self._nodes) == MAX_NODES:
             raise TopologyError(f"{self.name}: it has more than the maximum of {MAX_NODES} devices")
@@ -85,10 +82,7 @@ class MachineBuilder:
     def join(self, source: str, target: str, link_type: LinkType, count: int = 1) -> None:
         """Add a link between two nodes.
 
-        Raises
-        ------
-        TopologyError
-            If they are the same, `count` is not positive, or there are too many links.
+        Raises TopologyError if they are the same, `count` is not positive, or there are too many links.
         """
         if len(self._links) == MAX_LINKS:
             raise TopologyError(f"{self.name}: it has more than the maximum of {MAX_LINKS} links")
@@ -119,10 +113,7 @@ class MachineBuilder:
 
         `state_memory`: how a user states the host's memory where it is assumed; the importers' options if left out.
 
-        Raises
-        ------
-        TopologyError
-            If it is not consistent.
+        Raises TopologyError if it is not consistent.
         """
         self.notes += memory_notes(self._nodes.values(), state_memory or _STATE_MEMORY)
         notes = " ".join(dict.fromkeys(self.notes))
@@ -252,10 +243,7 @@ def _bare(name: str) -> str:
 def require_device(name: str | None, device_type: str, where: str) -> DeviceSpec:
     """The catalogue's device of that name.
 
-    Raises
-    ------
-    TopologyError
-        If no name is given, or the catalogue has none of it.
+    Raises TopologyError if no name is given, or the catalogue has none of it.
     """
     known = [spec.id for spec in catalogue().devices.values() if spec.type == device_type]
     if name is None:

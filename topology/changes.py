@@ -63,10 +63,7 @@ class FigureChange:
     def apply(self, topology: Topology) -> Topology:
         """Return the machine with the figure changed. Devices and link types that differ now have names of their own.
 
-        Raises
-        ------
-        TopologyError
-            If no target has such a figure, or it would be none.
+        Raises TopologyError if no target has such a figure, or it would be none.
         """
         with readable(f"the changed {self.quantity}", TopologyError):
             nodes = _renamed_nodes(topology, tuple(map(self._node, topology.nodes)))
@@ -170,10 +167,7 @@ def changed(topology: Topology, changes: Sequence[str] = (), drop: Sequence[str]
       or technology of link; a :data:`Quantity`; a factor such as ``0.5x``, or a value such as ``8 GB/s``.
     - `drop`: nodes and links; with a host goes all that it contains.
 
-    Raises
-    ------
-    TopologyError
-        If a text is no change, or the machine has no such thing.
+    Raises TopologyError if a text is no change, or the machine has no such thing.
     """
     for text in changes:
         topology = _read(topology, text).apply(topology)
@@ -205,10 +199,7 @@ def _read(topology: Topology, text: str) -> FigureChange:
 def targets_of(topology: Topology, target: str, quantity: Quantity) -> frozenset[str]:
     """Return the nodes or links that a text names and that have the figure.
 
-    Raises
-    ------
-    TopologyError
-        If there are none.
+    Raises TopologyError if there are none.
     """
     named: dict[str, list[Node | Link]] = {}
     for node in topology.nodes:
@@ -244,10 +235,7 @@ def _quantities(item: Node | Link) -> list[Quantity]:
 def without(topology: Topology, name: str) -> Topology:
     """Return a machine without a node, all that a host contains, or a link.
 
-    Raises
-    ------
-    TopologyError
-        If there is no such node or link, or no processor is left.
+    Raises TopologyError if there is no such node or link, or no processor is left.
     """
     if name in {link.id for link in topology.links}:
         return topology.model_copy(

@@ -218,10 +218,7 @@ def import_description(
 def guess_tool(path: Path, text: str) -> Tool:
     """The tool that wrote a text, by its first element; a text that is no XML is rocm-smi's if it says so, else nvidia-smi's.
 
-    Raises
-    ------
-    TopologyError
-        If it is XML of another kind, or comes from stdin.
+    Raises TopologyError if it is XML of another kind, or comes from stdin.
     """
     from topology.importers.rocm import is_rocm
 

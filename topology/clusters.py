@@ -16,10 +16,7 @@ def cluster(topology: Topology, num_hosts: int, *, name: str | None = None) -> T
     - `topology`: a single host, with a network node if there is to be more than one.
     - `name`: by default the machine's name and the number of hosts.
 
-    Raises
-    ------
-    TopologyError
-        If the machine is not a single host, or has no network to join copies with.
+    Raises TopologyError if the machine is not a single host, or has no network to join copies with.
 
     Examples
     --------

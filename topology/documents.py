@@ -64,10 +64,7 @@ USER_CATALOGUE = "ZOSIM_CATALOGUE"
 def user_catalogue() -> dict[str, Any]:
     """What the user's own catalogue has, empty if there is none.
 
-    Raises
-    ------
-    TopologyError
-        If it cannot be read, or is no mapping.
+    Raises TopologyError if it cannot be read, or is no mapping.
     """
     path = os.environ.get(USER_CATALOGUE)
     if not path:

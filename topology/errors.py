@@ -157,10 +157,7 @@ _IGNORED = r"(?s:.*)\bignor(?:e[ds]?|ing)\b"
 def refusing_ignored() -> Iterator[None]:
     """Let it be an error that a package warns of something that it ignores: numbers would be wrong without a word.
 
-    Raises
-    ------
-    DependencyError
-        With what the package says.
+    Raises DependencyError with what the package says.
     """
     with warnings.catch_warnings():
         for category in (UserWarning, FutureWarning):

@@ -102,10 +102,7 @@ def instance_names() -> Mapping[str, str]:
 def instance_machine(name: str) -> Topology:
     """Build the machine of that name.
 
-    Raises
-    ------
-    TopologyError
-        If there is none, or what it consists of is not in the catalogue.
+    Raises TopologyError if there is none, or what it consists of is not in the catalogue.
     """
     known = _known()
     names = instance_names()

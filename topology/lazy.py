@@ -27,10 +27,7 @@ def lazy_names(
     - `package`, `file`: its ``__name__`` and ``__file__``.
     - `**others`: what calls make, by name.
 
-    Raises
-    ------
-    AttributeError
-        By the function that is returned, for any other name.
+    Raises AttributeError by the function that is returned, for any other name.
     """
     homes: dict[str, str] = {}
     for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:

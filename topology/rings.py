@@ -62,10 +62,7 @@ class RingSet:
     def all_reduce_s(self, size_bytes: float) -> float:
         """Return the seconds of a large all_reduce, its data divided over the rings: ``2 (n - 1) / n · S / B``.
 
-        Raises
-        ------
-        TopologyError
-            If there is no ring.
+        Raises TopologyError if there is no ring.
         """
         if not self.rings:
             message = f"no ring of NVLinks visits {', '.join(self.gpu_ids)}"
@@ -90,10 +87,7 @@ class _SharedWire:
 def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
     """Return the set of edge-disjoint rings of NVLinks among GPUs that has the largest bandwidth.
 
-    Raises
-    ------
-    TopologyError
-        If a node is unknown or no GPU, stands twice, or there are too many cycles to choose from.
+    Raises TopologyError if a node is unknown or no GPU, stands twice, or there are too many cycles to choose from.
 
     Notes
     -----

@@ -143,10 +143,7 @@ class Routes:
     def route(self, source_id: str, target_id: str, *, staged_in: str | None = None) -> Route:
         """The route that :meth:`topology.graph.Topology.route` describes, by way of a memory if one is named.
 
-        Raises
-        ------
-        TopologyError
-            If there is none.
+        Raises TopologyError if there is none.
         """
         ends = (source_id, target_id) if staged_in is None else (source_id, staged_in, target_id)
         hops: tuple[RouteHop, ...] = ()

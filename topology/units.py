@@ -82,10 +82,7 @@ def parse_quantity(text: str, dimension: Dimension) -> float:
     `dimension`: what is expected: bytes, bandwidth (B/s), time (s), compute (flop/s), power (W), frequency (Hz), transfer_rate
     (transfers/s), count or ratio.
 
-    Raises
-    ------
-    QuantityError
-        If there is no number, no unit where one is needed, or a unit of another dimension.
+    Raises QuantityError if there is no number, no unit where one is needed, or a unit of another dimension.
 
     Examples
     --------
@@ -111,10 +108,7 @@ def split_quantity(text: str, dimension: Dimension) -> tuple[float, str]:
 def unit_scale(unit: str, dimension: Dimension) -> float:
     """How many SI units of the dimension one of these units is.
 
-    Raises
-    ------
-    QuantityError
-        If the unit is missing or of another dimension.
+    Raises QuantityError if the unit is missing or of another dimension.
     """
     scale = _SCALES[dimension].get(unit.strip())
     if scale is None:
@@ -137,10 +131,7 @@ def _unit_hint(unit: str, dimension: Dimension) -> str:
 def parse_bytes(text: str) -> int:
     """Whole bytes of a size such as ``"20GiB"``.
 
-    Raises
-    ------
-    QuantityError
-        If it is no size, or a negative one.
+    Raises QuantityError if it is no size, or a negative one.
     """
     size_bytes = parse_quantity(text, "bytes")
     if not 0 <= size_bytes < math.inf:

@@ -55,10 +55,7 @@ def without_removed(
     - `names`: removed fields, and the value that says what holds now without them.
     - `values`: removed values of fields that stay.
 
-    Raises
-    ------
-    ZosimError
-        Of class `error`, if a removed field has another value, or another field a removed one.
+    Raises ZosimError of class `error`, if a removed field has another value, or another field a removed one.
 
     Examples
     --------

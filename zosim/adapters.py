@@ -104,10 +104,7 @@ def adapters_of(
     - `recorded`: ``lora`` and ``prefix`` of a run that is gone on with.
     - `seed`: of the numbers that they begin with.
 
-    Raises
-    ------
-    PlanError
-        If adapters lack a rank or targets, or a value is none of theirs.
+    Raises PlanError if adapters lack a rank or targets, or a value is none of theirs.
     """
     from costmodel.models.configs import LoRA, Prefix
 
@@ -133,10 +130,7 @@ def adapters_of(
 def tuned_by(part: TrainableSubset, lora: LoRA | None, prefix: Prefix | None) -> Trainable:
     """Return the one thing that is tuned.
 
-    Raises
-    ------
-    PlanError
-        If there are several.
+    Raises PlanError if there are several.
     """
     if lora is not None and prefix is not None:
         raise PlanError("--lora-rank and --prefix exclude each other", hint="leave one of them out")

@@ -278,10 +278,7 @@ def compare(
 def planned_run_of(directory: Path, plan: Plan | PathOrText = None, **where: Any) -> PlannedRun:
     """Return what a run was planned to do: its own plan, or the one given, and the programs that it ran.
 
-    Raises
-    ------
-    ZosimError
-        As of :func:`simulate`, which has the same keywords.
+    Raises ZosimError as of :func:`simulate`, which has the same keywords.
     """
     ran = directory / "program.json"
     return simulate(
@@ -307,10 +304,7 @@ def compared(planned: PlannedRun, measured: Timeline, rank: int) -> Comparison:
 def refuse_irregular_run(directory: Path, error: type[ZosimError]) -> None:
     """Raise if what is read of a run, whose directory may be untrusted, is no regular file.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`.
+    Raises ZosimError of type `error`.
     """
     names = ("plan.json", "run.json", "program.json", "timeline.json", "steps.jsonl", "metrics.jsonl")
     refuse_irregular((directory / name for name in names), error)
@@ -319,10 +313,7 @@ def refuse_irregular_run(directory: Path, error: type[ZosimError]) -> None:
 def plan_of_run(directory: Path) -> Plan:
     """Return the plan beside a run or, where there is none, the one that its header holds.
 
-    Raises
-    ------
-    TimelineError
-        If there is neither.
+    Raises TimelineError if there is neither.
     """
     file, header = directory / "plan.json", directory / "run.json"
     if file.exists():

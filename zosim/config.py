@@ -50,10 +50,7 @@ USUAL_SEQ = 2048
 def _memory_limit(option: str, text: str) -> int:
     """Return the bytes that an option leaves to a plan.
 
-    Raises
-    ------
-    PlanError
-        If the text is no size, or zero.
+    Raises PlanError if the text is no size, or zero.
     """
     try:
         size_bytes = parse_bytes(text)

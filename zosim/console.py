@@ -66,10 +66,7 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
 def to_jsonable(value: Any) -> Any:
     """Return the same value in the terms of JSON.
 
-    Raises
-    ------
-    TypeError
-        If something in `value` has no such terms. A silent ``str()`` would hide it from whoever reads the JSON.
+    Raises TypeError if something in `value` has no such terms. A silent ``str()`` would hide it from whoever reads the JSON.
     """
     match value:
         case None | bool() | int() | float() | str():

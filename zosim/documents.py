@@ -40,10 +40,7 @@ class Document(ABC):
     def from_data(cls, data: dict[str, Any], where: str) -> Self:
         """Return what an object of JSON holds; `where` is for messages.
 
-        Raises
-        ------
-        ZosimError
-            Of the kind's own type, if it holds something else.
+        Raises ZosimError of the kind's own type, if it holds something else.
         """
 
     def save(self, path: str | Path) -> None:
@@ -74,10 +71,7 @@ class Document(ABC):
 def check_writable(path: Path | None) -> None:
     """Refuse a file that cannot be written, before the minutes that it takes to have something to write.
 
-    Raises
-    ------
-    MachineError
-        If a directory has that name, or the directory that it is in is missing or may not be written to.
+    Raises MachineError if a directory has that name, or the directory that it is in is missing or may not be written to.
     """
     if path is None:
         return

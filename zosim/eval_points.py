@@ -51,10 +51,7 @@ BASE = EvalPoint()
 def parse_eval_point(text: str) -> EvalPoint:
     """Return the point that is written as `text`; the empty text is the base, too.
 
-    Raises
-    ------
-    ValueError
-        If it is none.
+    Raises ValueError if it is none.
     """
     if text in ("", "base"):
         return BASE

@@ -217,10 +217,7 @@ class ConfigOption:
     def read(self, typed: Any) -> dict[str, Any]:
         """Return the fields of the section that a text, or a value in Python, sets.
 
-        Raises
-        ------
-        PlanError
-            If it is no value of the field.
+        Raises PlanError if it is no value of the field.
         """
         if self.field is None:
             return dict(self.section_type.parse(typed))  # type: ignore[attr-defined]
@@ -266,10 +263,7 @@ def config_of(tree: type[_Tree], settings: dict[str, Any], only: Collection[str]
 
     `only`: the names that there are; by default all of the tree.
 
-    Raises
-    ------
-    PlanError
-        If there is no such option, or a value is none of it.
+    Raises PlanError if there is no such option, or a value is none of it.
     """
     options = {option.name: option for option in options_of(tree) if not only or option.name in only}
     declared: dict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)

@@ -46,10 +46,7 @@ code, or that takes the next one's meaning."""
 def frame(rows: Iterable[Mapping[str, Any]]) -> Any:
     """Return rows as a pandas frame.
 
-    Raises
-    ------
-    ZosimError
-        If pandas is not installed.
+    Raises ZosimError if pandas is not installed.
     """
     try:
         import pandas as pd

@@ -393,10 +393,7 @@ _ADAPTER: TypeAdapter[Timeline] = TypeAdapter(Timeline)
 def merged(timelines: Sequence[Timeline]) -> Timeline:
     """Return one timeline out of one per rank, of the same program and number of steps.
 
-    Raises
-    ------
-    TimelineError
-        If there is none, or they are of different runs.
+    Raises TimelineError if there is none, or they are of different runs.
     """
     identities = {(item.program, item.source, item.num_steps, item.repeat) for item in timelines}
     if len(identities) != 1:

@@ -202,10 +202,7 @@ class PriceTable(FrozenModel):
     def machine(self, name: str) -> MachinePrices:
         """Return the prices of a machine.
 
-        Raises
-        ------
-        PriceError
-            If the table has none.
+        Raises PriceError if the table has none.
         """
         if name not in self.machines:
             why = f": {self.not_priced[name]}" if name in self.not_priced else ""
@@ -253,10 +250,7 @@ def job_costs(
     - `num_devices`: compute devices that the job uses, of those that the machine has.
     - `num_rented`: devices that are paid for where single ones are let; by default those that are used.
 
-    Raises
-    ------
-    PriceError
-        If the table has no prices of the machine, or nothing says what it draws.
+    Raises PriceError if the table has no prices of the machine, or nothing says what it draws.
 
     Notes
     -----
@@ -292,10 +286,7 @@ def job_costs(
 def rated_power_w(table: PriceTable, name: str, topology: Topology) -> Range:
     """Return the rated power of the whole machine in watts: stated, or judged from its processors.
 
-    Raises
-    ------
-    PriceError
-        If the table states none, and neither do the processors' data sheets.
+    Raises PriceError if the table states none, and neither do the processors' data sheets.
     """
     declared = table.machine(name).rated_power_w
     if declared is not None:
@@ -328,10 +319,7 @@ def shipped_prices_text() -> str:
 def load_prices(path: str | Path) -> PriceTable:
     """Return the price table in a YAML file.
 
-    Raises
-    ------
-    PriceError
-        If the file cannot be read, is no YAML, or a figure is missing, not positive, or of no known machine.
+    Raises PriceError if the file cannot be read, is no YAML, or a figure is missing, not positive, or of no known machine.
     """
     hint = "`zosim buy --show-prices` prints one to start from"
     text = read_text(path, "price table", PriceError, hint=hint, max_bytes=MAX_YAML_BYTES)

@@ -117,10 +117,7 @@ class CodecProfile:
     def duration_s(self, work: CodecWork) -> float:
         """Return the seconds of `work`.
 
-        Raises
-        ------
-        ProfileError
-            If a constant is missing.
+        Raises ProfileError if a constant is missing.
         """
         missing = sorted(set(work) - set(self.seconds))
         if missing:

@@ -64,10 +64,7 @@ _FLUSH_BYTES = 8
 class CodecSpec:
     """A codec: how numbers become symbols, and symbols bytes.
 
-    Raises
-    ------
-    PlanError
-        If a field is out of range.
+    Raises PlanError if a field is out of range.
 
     Examples
     --------
@@ -120,10 +117,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
 def codec_spec(name: str) -> CodecSpec:
     """Return the codec called `name`: ``none``, or ``q<bits>`` and any of the other words, by colons.
 
-    Raises
-    ------
-    PlanError
-        If a word is unknown, or two say the same field.
+    Raises PlanError if a word is unknown, or two say the same field.
     """
     head, *words = name.split(":")
     if head == "none" and not words:

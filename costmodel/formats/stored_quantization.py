@@ -91,10 +91,7 @@ class StoredQuantization(BaseModel):
 def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantization | None:
     """Return how the weights of a model are kept quantized; None where they are numbers.
 
-    Raises
-    ------
-    ModelError
-        If the quantization is not supported; the message says which part.
+    Raises ModelError if the quantization is not supported; the message says which part.
     """
     quantization = config.get("quantization_config")
     # MLX says it under a name of its own, and in newer files under the other one as well, without a method.

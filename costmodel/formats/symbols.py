@@ -84,10 +84,7 @@ def statistics_of_density(
 ) -> SymbolStatistics:
     """Return the statistics of a tensor of `shape` of which a part `density` is kept.
 
-    Raises
-    ------
-    PlanError
-        If the density is not from 0 to 1.
+    Raises PlanError if the density is not from 0 to 1.
     """
     if not 0 <= density <= 1:
         raise PlanError(

@@ -93,11 +93,8 @@ def fit_profile(
       the measuring; the median is what runs will meet if they are disturbed alike.
     - `quantities`: of constants that are fitted: others stay as they are.
 
-    Raises
-    ------
-    ProfileError
-        If there is nothing to fit, a measurement used another number of threads, or the profile lacks a rate for a
-        format that was measured.
+    Raises ProfileError if there is nothing to fit, a measurement used another number of threads, or the profile lacks a rate for a format
+    that was measured.
 
     Notes
     -----

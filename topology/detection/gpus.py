@@ -61,10 +61,7 @@ class Gpus:
 def find_gpus(nvml: ModuleType | None = None) -> Gpus | None:
     """The host's GPUs, or None if it has none that NVIDIA's driver knows.
 
-    Raises
-    ------
-    TopologyError
-        If a GPU is of an unknown model and only ``nvidia-smi`` is there to ask.
+    Raises TopologyError if a GPU is of an unknown model and only ``nvidia-smi`` is there to ask.
     """
     if nvml is None:
         try:
@@ -230,10 +227,7 @@ def gpus_from_smi(listing: str, matrix_text: str) -> Gpus:
     - `listing`: CSV rows of index, name, memory.total, pcie.link.gen.max, pcie.link.width.max, pci.bus_id.
     - `matrix_text`: output of ``nvidia-smi topo -m``; may be empty.
 
-    Raises
-    ------
-    TopologyError
-        If a model is unknown: ``nvidia-smi`` tells too little to estimate its peaks.
+    Raises TopologyError if a model is unknown: ``nvidia-smi`` tells too little to estimate its peaks.
     """
     gpus = Gpus([_gpu_from_row(line) for line in listing.strip().splitlines()])
     if matrix_text.strip():

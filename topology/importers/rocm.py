@@ -74,10 +74,7 @@ def from_rocm_smi_topo(
 def _link_types(text: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:
     """GPUs, and how each is joined to every other: ``XGMI`` or ``PCIE``.
 
-    Raises
-    ------
-    TopologyError
-        If there is no such matrix, or a row of it is missing or short.
+    Raises TopologyError if there is no such matrix, or a row of it is missing or short.
     """
     title = _TYPES.search(text)
     lines = text[title.end() :].splitlines()[1:] if title else []

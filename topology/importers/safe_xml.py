@@ -18,10 +18,7 @@ _HWLOC_DOCTYPE = re.compile(r'<!DOCTYPE\s+topology\s+SYSTEM\s+"hwloc2?\.dtd"\s*>
 def parse_xml(path: str | Path, root_tag: str, tool: str) -> ET.Element:
     """Root element of a small XML file without DTD or entities.
 
-    Raises
-    ------
-    TopologyError
-        If it cannot be read, is too large, declares a document type, is no XML, or is another document.
+    Raises TopologyError if it cannot be read, is too large, declares a document type, is no XML, or is another document.
     """
     text = read_text(path, f"file of {tool}", TopologyError, max_bytes=MAX_BYTES)
     text = _HWLOC_DOCTYPE.sub("", text, count=1)
@@ -48,10 +45,7 @@ def parse_xml(path: str | Path, root_tag: str, tool: str) -> ET.Element:
 def attribute(element: ET.Element, name: str, path: str | Path) -> str:
     """An attribute that must be there.
 
-    Raises
-    ------
-    TopologyError
-        If it is not.
+    Raises TopologyError if it is not.
     """
     value = element.get(name)
     if value is None:
@@ -63,10 +57,7 @@ def attribute(element: ET.Element, name: str, path: str | Path) -> str:
 def integer(element: ET.Element, name: str, path: str | Path, default: int | None = None) -> int:
     """An attribute that must be a whole number.
 
-    Raises
-    ------
-    TopologyError
-        If it is not, or is missing and there is no default.
+    Raises TopologyError if it is not, or is missing and there is no default.
     """
     if default is not None and element.get(name) is None:
         return default

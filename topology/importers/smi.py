@@ -74,10 +74,7 @@ def parse_topo_matrix(text: str) -> TopoMatrix:
     A paste may hold other matrices beside it: that of ``topo -p2p`` is passed over, that of ``topo -mp`` tells where in the PCIe
     tree pairs with NVLinks are.
 
-    Raises
-    ------
-    TopologyError
-        If there is no matrix, a row is short, or a code is unknown.
+    Raises TopologyError if there is no matrix, a row is short, or a code is unknown.
     """
     tables = _tables(text)
     first, *others = [table for table in tables if _is_of_codes(table)] or tables
@@ -195,10 +192,7 @@ def _affinities(cells: list[str], headings: list[str]) -> dict[str, str]:
 def _number(digits: str, what: str) -> int:
     """Return a number of the matrix.
 
-    Raises
-    ------
-    TopologyError
-        If it is too large for any machine.
+    Raises TopologyError if it is too large for any machine.
     """
     if len(digits) > _MAX_DIGITS:
         message = f"{digits[:_MAX_DIGITS]}... is a number of more than {_MAX_DIGITS} digits, of {what} in the nvidia-smi matrix"
@@ -214,10 +208,7 @@ def parse_cpu_list(text: str) -> Iterator[int]:
     >>> list(parse_cpu_list("0-2,8"))
     [0, 1, 2, 8]
 
-    Raises
-    ------
-    TopologyError
-        If it names more processors than any machine has.
+    Raises TopologyError if it names more processors than any machine has.
     """
     num_processors = 0
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
@@ -273,10 +264,7 @@ def gpu_specs(
 ) -> dict[str, DeviceSpec]:
     """What each GPU is: what the user names, or what a listing says of it; all as one where it has one kind.
 
-    Raises
-    ------
-    TopologyError
-        If a GPU is neither named nor listed, or not in the catalogue.
+    Raises TopologyError if a GPU is neither named nor listed, or not in the catalogue.
     """
     models = set(listed.values())
     only = models.pop() if len(models) == 1 else None
@@ -299,10 +287,7 @@ def build_matrix(
 
     `specs`: by the rows that are GPUs.
 
-    Raises
-    ------
-    TopologyError
-        If there are too many devices, or something is not known to the catalogue.
+    Raises TopologyError if there are too many devices, or something is not known to the catalogue.
     """
     types = catalogue().link_types
     hidden = [name for name in matrix.gpus if name not in matrix.numa]

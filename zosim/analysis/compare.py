@@ -250,10 +250,7 @@ def _memory_lines(predicted: Timeline, measured: Timeline, rank: int) -> Iterato
 def slowest_rank(timeline: Timeline) -> int:
     """Return the rank that ends the last periodic step last.
 
-    Raises
-    ------
-    TimelineError
-        If the timeline has no step.
+    Raises TimelineError if the timeline has no step.
     """
     last = timeline.periodic_steps[-1:]
     ends: dict[int, float] = {}

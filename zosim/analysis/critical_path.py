@@ -105,10 +105,7 @@ _COPIES = frozenset({Stream.H2D, Stream.D2H}) | DISK_STREAMS
 def bottleneck(path: CriticalPath) -> Bottleneck:
     """Return the label and limiter that take the largest part of a critical path.
 
-    Raises
-    ------
-    TimelineError
-        If the path is empty or takes no time.
+    Raises TimelineError if the path is empty or takes no time.
     """
     return bottlenecks(path)[0]
 
@@ -116,10 +113,7 @@ def bottleneck(path: CriticalPath) -> Bottleneck:
 def bottlenecks(path: CriticalPath) -> tuple[Bottleneck, ...]:
     """Return the labels and limiters of a critical path, those that take the largest parts first.
 
-    Raises
-    ------
-    TimelineError
-        If the path is empty or takes no time.
+    Raises TimelineError if the path is empty or takes no time.
     """
     if not path.duration_s > 0:
         message = f"the critical path of rank {path.rank} takes {path.duration_s} s, so it has no bottleneck"
@@ -156,10 +150,7 @@ def step_path(timeline: Timeline, program: Program, rank: int = 0) -> CriticalPa
     time between the ends of that instruction in the two steps. A timeline too short for either gives the
     periodic steps' walk, clipped to them.
 
-    Raises
-    ------
-    TimelineError
-        If the rank has no spans, or spans of another program.
+    Raises TimelineError if the rank has no spans, or spans of another program.
     """
     if timeline.repeat is not None:
         return _circuit(timeline, timeline.repeat, program, rank)

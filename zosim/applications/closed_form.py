@@ -54,10 +54,7 @@ def step_time_bound_of(world: World) -> float:
     Ranks that behave alike where nothing is shared take the same, so the bound of a folded world is the bound of the
     whole.
 
-    Raises
-    ------
-    ProgramError
-        As for :func:`step_time_bound`.
+    Raises ProgramError as for :func:`step_time_bound`.
     """
     if not any(template.program.step for template in world.templates):
         return 0.0
@@ -82,10 +79,7 @@ def second_half_s(last_s: float, middle_s: float) -> float:
 class Recurrence:
     """Positions of a run (prologue, steps, flush), evaluated one after the other.
 
-    Raises
-    ------
-    ProgramError
-        If a dependency names no instruction, or instructions wait for each other in a circle.
+    Raises ProgramError if a dependency names no instruction, or instructions wait for each other in a circle.
     """
 
     def __init__(self, world: World, num_steps: int) -> None:

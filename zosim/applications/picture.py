@@ -30,10 +30,8 @@ _LEAST_IN_LEGEND = 1e-3
 def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
     """Draw a periodic step of a timeline into an SVG, PNG or PDF file, and return its path.
 
-    Raises
-    ------
-    TimelineError
-        If the file's ending is no known format, it cannot be written, no step is listed, or more than 64 streams would have a row.
+    Raises TimelineError if the file's ending is no known format, it cannot be written, no step is listed, or more than 64 streams would
+    have a row.
     """
     file = _drawable(path)
     title = f"{timeline.program}: {format_seconds(timeline.step_time_s)} a step, {timeline.source}"
@@ -96,10 +94,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> Path:
 def draw_front(front: Sequence[Candidate], path: str | Path) -> Path:
     """Draw a Pareto front into an SVG, PNG or PDF file, and return its path: step time over device memory, host memory as area.
 
-    Raises
-    ------
-    TimelineError
-        If the file's ending is no known format, or it cannot be written.
+    Raises TimelineError if the file's ending is no known format, or it cannot be written.
     """
     file = _drawable(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

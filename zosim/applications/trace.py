@@ -54,10 +54,7 @@ def chrome_trace(
     - `program`: the program that it is of; without it there are no arrows.
     - `rank`: only this rank, as HTA wants it; all ranks in one trace unless given.
 
-    Raises
-    ------
-    TimelineError
-        If the timeline has no spans of the rank, or spans of another program.
+    Raises TimelineError if the timeline has no spans of the rank, or spans of another program.
     """
     ranks = timeline.ranks if rank is None else tuple(known for known in timeline.ranks if known == rank)
     if not ranks:

@@ -48,12 +48,8 @@ def machines_for(
     - `processes`: number of the process that drives each rank's device, whose one thread issues the copies of all its GPUs; by
       default ranks are processes, as in runs.
 
-    Raises
-    ------
-    TopologyError
-        If there is no such device, or no path between two that work together.
-    ProfileError
-        If a profile is of another type of device.
+    Raises TopologyError if there is no such device, or no path between two that work together.
+    Raises ProfileError if a profile is of another type of device.
 
     Notes
     -----

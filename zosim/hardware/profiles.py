@@ -67,10 +67,7 @@ class Profiles:
 
         Ranks on one CPU have a part of its cores each, unless the number of threads was named.
 
-        Raises
-        ------
-        ProfileError, TopologyError
-            As for :func:`profile_for`.
+        Raises ProfileError or TopologyError as for :func:`profile_for`.
         """
         spec = self.topology.device_spec(device)
         threads = self.num_threads
@@ -133,12 +130,8 @@ def profile_for(
 
     `is_host`: whether `topology` is this machine, so that its own calibration may be used if there is one.
 
-    Raises
-    ------
-    ProfileError
-        If the file is damaged, or was made for another device.
-    TopologyError
-        If there is no such device, or it has fewer cores than there are to be threads.
+    Raises ProfileError if the file is damaged, or was made for another device.
+    Raises TopologyError if there is no such device, or it has fewer cores than there are to be threads.
     """
     spec = topology.device_spec(device)
     if spec.type == "cpu" and (num_threads or 1) > spec.num_cores:

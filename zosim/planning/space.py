@@ -336,10 +336,7 @@ def too_few_ranks(request: Request) -> PlanError:
 def plan_on(request: Request, shape: PlanShape, point: AxisValues, fixed: AxisValues | None = None) -> Plan:
     """Return the plan of a shape and the values of other axes, with the fields that the request fixes.
 
-    Raises
-    ------
-    PlanError
-        If they contradict each other.
+    Raises PlanError if they contradict each other.
     """
     fixed = request.config.fixed() if fixed is None else fixed
     axes = {axis: {**point.get(axis, {}), **fixed.get(axis, {})} for axis in {**point, **fixed}}

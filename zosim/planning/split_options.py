@@ -48,10 +48,7 @@ class Probed:
     def through(self, codec: CodecSpec, residual_codec: CodecSpec) -> BoundarySymbols:
         """Return what is known of what crosses through these codecs.
 
-        Raises
-        ------
-        PlanError
-            If a codec was not probed.
+        Raises PlanError if a codec was not probed.
         """
         if not self.split_point.endswith(INSIDE):
             return BoundarySymbols(first=self._of("hidden", residual_codec))
@@ -130,10 +127,7 @@ class SplitOptions:
     def split(self, model: ModelSpec, split_points: Sequence[str]) -> ModelSpec:
         """Return `model` with the blocks split that these split points are inside.
 
-        Raises
-        ------
-        PlanError
-            If it cannot be split there.
+        Raises PlanError if it cannot be split there.
         """
         blocks = tuple(
             sorted(block_index(split_point) for split_point in split_points if split_point.endswith(INSIDE))
@@ -173,10 +167,7 @@ def density_of(known: float | Probed) -> float:
 def read_densities(path: Path) -> dict[str, float | Probed]:
     """Return what is known of what crosses each boundary: an object of densities, or a report of ``zosim probe --json``.
 
-    Raises
-    ------
-    PlanError
-        If the file is neither.
+    Raises PlanError if the file is neither.
     """
     data = read_json_object(path, "file of densities", PlanError, hint=_DENSITIES_HINT)
     try:

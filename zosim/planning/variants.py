@@ -69,10 +69,7 @@ class _StageShape:
 def staged_shapes(request: Request, costs: Costs) -> Iterator[PlanShape]:
     """Yield the meshes of several stages with the least bounds, each with its best split points.
 
-    Raises
-    ------
-    PlanError
-        If the request is for stages and there are none.
+    Raises PlanError if the request is for stages and there are none.
     """
     listed = sorted(_bounded_meshes(request, costs), key=lambda shape: shape.sort_key)
     if not listed and request.config.search.method == "sparq":
@@ -283,10 +280,7 @@ def placements(request: Request) -> Iterator[Plan]:
     another order. Those with a narrower transfer format, a codec or weights in few bits compute others, and are yielded only
     if loss is allowed.
 
-    Raises
-    ------
-    PlanError
-        If there is none.
+    Raises PlanError if there is none.
     """
     check(request)
     variants = Variants(request)

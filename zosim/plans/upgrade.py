@@ -67,10 +67,7 @@ REMOVED_IDENTITIES = frozenset({"share_group", "coded_parts", "full_range", "out
 def upgrade(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan that was saved as JSON in the fields of this version.
 
-    Raises
-    ------
-    PlanError
-        If it needs what was removed since.
+    Raises PlanError if it needs what was removed since.
     """
     upgraded = with_present_names(_of_version_1(data) if data.get("version") == 1 else dict(data), RENAMED)
     for axis in {*_REMOVED_FIELDS, *_REMOVED_VALUES}:

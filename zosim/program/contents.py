@@ -246,10 +246,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Contents]], ...] 
 def parse_contents(text: str) -> Contents:
     """Return the contents that are written as `text`.
 
-    Raises
-    ------
-    ValueError
-        If nothing is written so.
+    Raises ValueError if nothing is written so.
     """
     if text in _PLAIN:
         return _PLAIN[text]

@@ -18,10 +18,7 @@ from zosim.program import PROGRAM_FILE, PROGRAM_VERSION, Program
 class ProgramSet(Document):
     """What every rank does.
 
-    Raises
-    ------
-    ProgramError
-        If a role has no program, a group is no partition of the ranks, or a program counts its members otherwise.
+    Raises ProgramError if a role has no program, a group is no partition of the ranks, or a program counts its members otherwise.
     """
 
     programs: tuple[Program, ...]
@@ -74,10 +71,7 @@ class ProgramSet(Document):
     def members(self, group: str, rank: int) -> tuple[int, ...]:
         """Return the ranks of `group` that `rank` is among.
 
-        Raises
-        ------
-        ProgramError
-            If there is no such group.
+        Raises ProgramError if there is no such group.
         """
         try:
             return self._members[group][rank]

@@ -172,10 +172,7 @@ class Joint:
     def run(self) -> None:
         """Run both to their ends.
 
-        Raises
-        ------
-        Hazard
-            If they come to wait for each other.
+        Raises Hazard if they come to wait for each other.
         """
         moved = True
         while moved:

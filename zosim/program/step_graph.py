@@ -144,10 +144,7 @@ class StepGraph:
     `host_takes_time`: whether the host's work before the first computation of a step is a node of its own, the last of the
     step's.
 
-    Raises
-    ------
-    ProgramError
-        If an id stands twice in a phase, or a dependency names no instruction.
+    Raises ProgramError if an id stands twice in a phase, or a dependency names no instruction.
     """
 
     def __init__(self, program: Program, num_steps: int, *, host_takes_time: bool = False) -> None:
@@ -362,10 +359,7 @@ class StepGraph:
     def listed(self) -> tuple[Listed, ...]:
         """The run as one list, in which what an instruction waits for is a number and not a name.
 
-        Raises
-        ------
-        ProgramError
-            If an instruction waits for one that is listed after it.
+        Raises ProgramError if an instruction waits for one that is listed after it.
         """
         positions = range(self.num_steps + 2)
         first = [0, *accumulate(len(self.instructions(position)) for position in positions)]

@@ -61,12 +61,8 @@ NUM_UNROLLED_STEPS = 3
 def validate(program: Program) -> None:
     """Refuse a program that could go wrong.
 
-    Raises
-    ------
-    ProgramError
-        If a name, a range or an id is wrong.
-    Hazard
-        If one of the two rules is broken; the message names both instructions and the contents.
+    Raises ProgramError if a name, a range or an id is wrong.
+    Raises Hazard if one of the two rules is broken; the message names both instructions and the contents.
     """
     _check_operands(program)
     run = StepGraph(program, NUM_UNROLLED_STEPS)

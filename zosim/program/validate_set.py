@@ -29,12 +29,8 @@ from zosim.program.validate import name_of, same_contents, validate
 def validate_set(programs: ProgramSet) -> None:
     """Refuse programs of which one could go wrong, alone or beside the others.
 
-    Raises
-    ------
-    ProgramError
-        If a program is invalid, or names what other ranks do not have.
-    Hazard
-        If one of the rules is broken; the message names the instructions and the ranks.
+    Raises ProgramError if a program is invalid, or names what other ranks do not have.
+    Raises Hazard if one of the rules is broken; the message names the instructions and the ranks.
     """
     for program in programs.programs:
         validate(program)

@@ -182,10 +182,7 @@ def _times(figure: Figure | None, factor: float) -> Figure:
 def machines_named(names: Sequence[str]) -> Iterator[tuple[str, Topology]]:
     """Yield the machines of these names.
 
-    Raises
-    ------
-    TopologyError
-        If a name is neither a preset nor a file.
+    Raises TopologyError if a name is neither a preset nor a file.
     """
     for name in names:
         yield name, topology_named(name)

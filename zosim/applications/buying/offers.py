@@ -138,10 +138,7 @@ class Market:
 
         `counts` are in ascending order.
 
-        Raises
-        ------
-        PriceError
-            If a machine has no price.
+        Raises PriceError if a machine has no price.
         """
         for name, topology in machines:
             tried = list(dict.fromkeys(min(count, len(topology.compute_devices)) for count in counts))

@@ -45,10 +45,7 @@ class OfferSearch:
     waiting : dict of int to (MachineOption, list of Offer)
         Machines that were not planned, with their least costs, by their position.
 
-    Raises
-    ------
-    PriceError
-        If a machine has no price.
+    Raises PriceError if a machine has no price.
     """
 
     def __init__(

@@ -139,10 +139,7 @@ def _without_sources(profile: Profile) -> Profile:
 def refuse_private(text: str, error: type[ZosimError]) -> None:
     """Refuse a text that names this machine, or a place in its files.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, saying what stands in it.
+    Raises ZosimError of type `error`, saying what stands in it.
     """
     hint = "rename it in the topology or the profile"
     name = platform.node()

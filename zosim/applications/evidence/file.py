@@ -163,10 +163,7 @@ class Evidence(FrozenModel):
     def save(self, path: str | Path) -> None:
         """Write the evidence as JSON, with a digest.
 
-        Raises
-        ------
-        EvidenceError
-            If something of this machine or its user is still in it.
+        Raises EvidenceError if something of this machine or its user is still in it.
         """
         content = self.model_dump(mode="json")
         text = json.dumps(with_digest(content), indent=1)
@@ -210,10 +207,7 @@ class CheckedStatement:
 def check(evidence: Evidence) -> tuple[CheckedStatement, ...]:
     """Return every statement of an evidence file with what comes of making it again.
 
-    Raises
-    ------
-    ZosimError
-        If plan, programs, profile and topology do not belong together.
+    Raises ZosimError if plan, programs, profile and topology do not belong together.
     """
     spec = evidence.topology.device_spec(evidence.plan.placement.devices[0])
     evidence.profile.check_device(device_name=spec.name, device_type=spec.type)
@@ -272,10 +266,7 @@ def _programs_belong(evidence: Evidence) -> CheckedStatement:
 def evidence_of(run: str | Path, planned: PlannedRun) -> Evidence:
     """Return the evidence of a run.
 
-    Raises
-    ------
-    EvidenceError
-        If the directory lacks something, or ranks ran on unlike devices.
+    Raises EvidenceError if the directory lacks something, or ranks ran on unlike devices.
     """
     directory = Path(run)
     header = run_header(directory)
@@ -314,10 +305,7 @@ def evidence_of(run: str | Path, planned: PlannedRun) -> Evidence:
 def run_header(directory: Path) -> dict[str, Any]:
     """Return the header of a run.
 
-    Raises
-    ------
-    EvidenceError
-        If the directory holds no run.
+    Raises EvidenceError if the directory holds no run.
     """
     path, hint = directory / "run.json", "`zosim run --out DIR` writes one"
     header = read_json_object(path, "run's header", EvidenceError, hint=hint)

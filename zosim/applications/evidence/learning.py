@@ -29,10 +29,7 @@ def learned(paths: Sequence[str | Path]) -> tuple[Profile, FitReport]:
     `paths`: evidence files. The fit starts from the profile that the first was predicted with, which holds whatever the runs
     leave open.
 
-    Raises
-    ------
-    EvidenceError
-        If a file does not hold, or the runs are of unlike devices or numbers of threads, or say nothing.
+    Raises EvidenceError if a file does not hold, or the runs are of unlike devices or numbers of threads, or say nothing.
     """
     read = [(path, _sound(path)) for path in paths]
     first, measurements = read[0][1], []

@@ -359,10 +359,7 @@ def baseline_plan(plan: Plan) -> Plan:
 
     Ranks that forward other points of a zeroth-order step forward other sequences of a first-order one.
 
-    Raises
-    ------
-    PlanError
-        If there are fewer sequences than that takes, or part of the model is frozen.
+    Raises PlanError if there are fewer sequences than that takes, or part of the model is frozen.
     """
     if plan.model.num_trainable != plan.model.num_parameters:
         message = (
@@ -386,10 +383,7 @@ def baseline_plan(plan: Plan) -> Plan:
 def lower_first_order(plan: Plan, settings: FirstOrder) -> ProgramSet:
     """Return what all ranks of `plan` run in a first-order step.
 
-    Raises
-    ------
-    PlanError
-        If the plan cannot be its baseline's, or a rank has fewer sequences than microbatches.
+    Raises PlanError if the plan cannot be its baseline's, or a rank has fewer sequences than microbatches.
     """
     plan = baseline_plan(plan)
     fewest = min(len(plan.rows_of(rank)) for rank in range(plan.placement.world_size))

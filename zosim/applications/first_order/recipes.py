@@ -29,10 +29,7 @@ to a published run of 7B on two devices, at 256 and 512 tokens."""
 def adapter_shapes(model: ModelSpec, targets: str) -> list[tuple[int, int]]:
     """Return inputs and outputs of each linear of a block that carries an adapter, by what tools call these.
 
-    Raises
-    ------
-    PlanError
-        If a name is unknown, or there are none.
+    Raises PlanError if a name is unknown, or there are none.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
     q_width, kv_width = model.num_heads * model.head_dim, model.num_key_value_heads * model.head_dim

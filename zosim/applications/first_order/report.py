@@ -17,10 +17,7 @@ from zosim.report import Bullets, Report, Table
 def baseline_run(planned: PlannedRun, settings: FirstOrder) -> PlannedRun:
     """Return a first-order step on the hardware of `planned`, ready to be simulated.
 
-    Raises
-    ------
-    PlanError
-        If the plan cannot be done first-order.
+    Raises PlanError if the plan cannot be done first-order.
     """
     settings = with_samples(settings, planned.plan.batch)
     plan = baseline_plan(planned.plan)

@@ -127,10 +127,8 @@ FirstOrderName = Literal["sgd", "adam", "aq-sgd"]
 def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder | None:
     """Return the settings of the first-order step that is asked for; None where none is.
 
-    Raises
-    ------
-    PlanError
-        If there is something to be otherwise and no step, or another optimizer than Adam is to go over all parameters at a time.
+    Raises PlanError if there is something to be otherwise and no step, or another optimizer than Adam is to go over all parameters at a
+    time.
 
     Examples
     --------

@@ -42,10 +42,7 @@ class Reported:
     def of(cls, source: Decision | PlannedRun | Plan | str | Path, **where: Any) -> Reported:
         """Return a plan, or that of a file, or a run from its directory; `where` as for :func:`zosim.simulate`.
 
-        Raises
-        ------
-        ZosimError
-            If it is neither, or damaged.
+        Raises ZosimError if it is neither, or damaged.
         """
         if isinstance(source, Decision):
             source = source.chosen.planned
@@ -111,10 +108,7 @@ def page_of(
     - `decision`: of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
     - `sections`: that stand behind the reasons.
 
-    Raises
-    ------
-    ZosimError
-        If a run's files are damaged or of another program.
+    Raises ZosimError if a run's files are damaged or of another program.
     """
     several = len(reported) > 1
     page = ReportPage(

@@ -84,10 +84,7 @@ class ReportPage:
     def save(self, path: str | Path) -> Path:
         """Write the page and return its path.
 
-        Raises
-        ------
-        ZosimError
-            If the file cannot be written.
+        Raises ZosimError if the file cannot be written.
         """
         file = Path(path)
         try:

@@ -56,10 +56,7 @@ def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1
 
     `burst`: mean number of requests that arrive together, geometrically distributed; 1 for a Poisson process.
 
-    Raises
-    ------
-    TrafficError
-        If a number is not positive, or there would be too many.
+    Raises TrafficError if a number is not positive, or there would be too many.
     """
     if not (rate_per_s > 0 and duration_s > 0 and burst >= 1):
         raise TrafficError(
@@ -80,10 +77,7 @@ def poisson(rate_per_s: float, duration_s: float, seed: int, *, burst: float = 1
 def recorded(path: str | Path) -> Times:
     """Return the arrivals in a CSV file, in seconds after the first.
 
-    Raises
-    ------
-    TrafficError
-        If the file cannot be read, or has no such column or no arrivals.
+    Raises TrafficError if the file cannot be read, or has no such column or no arrivals.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -197,10 +191,7 @@ class Served:
 def serve(server: Server, arrivals: Times, policy: Policy) -> Served:
     """Return what becomes of requests that arrive at these times, and of background steps beside them.
 
-    Raises
-    ------
-    TrafficError
-        If there are no arrivals, or too many events.
+    Raises TrafficError if there are no arrivals, or too many events.
     """
     if not len(arrivals):
         raise TrafficError("there are no arrivals", hint="raise --rate or --duration")

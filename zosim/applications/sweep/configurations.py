@@ -46,10 +46,7 @@ class Configuration:
 def configurations(path: Path) -> Iterator[Configuration]:
     """Yield the configurations of a file, in order: the rows of a CSV file, or the products of a grid in YAML or JSON.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be read, or a row says something that is no configuration.
+    Raises RowsError if the file cannot be read, or a row says something that is no configuration.
     """
     if path.suffix.lower() == ".csv":
         for row in table_rows(path, REQUIRED):
@@ -93,10 +90,7 @@ def _grids(path: Path) -> list[dict[str, list[Any]]]:
 def canonical(configuration: Configuration) -> dict[str, Any]:
     """Return a configuration in one form for all spellings: options as the config tree reads them, files by their content.
 
-    Raises
-    ------
-    RowsError
-        If there is no such option, or a value is none of it; the message names row and option.
+    Raises RowsError if there is no such option, or a value is none of it; the message names row and option.
     """
     fields: dict[str, Any] = {}
     for name, value in configuration.settings.items():

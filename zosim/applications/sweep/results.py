@@ -42,10 +42,7 @@ class Results:
 
     `path`: created if there is none.
 
-    Raises
-    ------
-    RowsError
-        If the file is something else, or another process writes to it.
+    Raises RowsError if the file is something else, or another process writes to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,10 +81,7 @@ class Results:
     def add(self, key: str, inputs: Mapping[str, Any], outcome: Outcome) -> None:
         """Append a row, which :meth:`commit` makes lasting.
 
-        Raises
-        ------
-        RowsError
-            If the machine's disk refuses.
+        Raises RowsError if the machine's disk refuses.
         """
         is_error = isinstance(outcome, str)
         result = None if is_error else json.dumps(outcome, sort_keys=True)
@@ -116,10 +110,7 @@ class Results:
     def merge(self, path: Path) -> int:
         """Add the rows of another database, all or none, and return how many there were that this one did not have.
 
-        Raises
-        ------
-        RowsError
-            If it cannot be read, or a row has the key of one of these and another result.
+        Raises RowsError if it cannot be read, or a row has the key of one of these and another result.
         """
         if not path.is_file():
             raise RowsError(f"no results at {path}", hint="name the output of another shard")

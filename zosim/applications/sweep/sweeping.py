@@ -233,10 +233,7 @@ class _Space:
     def checked_keys(self) -> set[str]:
         """Return the keys of the shard.
 
-        Raises
-        ------
-        RowsError
-            If rows of the file, of any shard, are no configurations; the message has the first of them.
+        Raises RowsError if rows of the file, of any shard, are no configurations; the message has the first of them.
         """
         keys, wrong = set(), []
         for configuration in configurations(self.file):

@@ -47,10 +47,7 @@ def outcomes(
     - `evaluate`: a function that workers can import.
     - `executor`: what runs them; by default processes of this machine, which are replaced if they are killed.
 
-    Raises
-    ------
-    RunError
-        If an executor that was given breaks.
+    Raises RunError if an executor that was given breaks.
     """
     if executor is not None:
         yield from _until_done(tasks, evaluate, num_workers, executor, [])

@@ -41,10 +41,7 @@ _TIME_SPREAD = (0.67, 1.25)
 def training_run(row: MeasuredRow, measured_machine: MeasuredMachine) -> TrainingRun:
     """Return what a row says of a first-order run.
 
-    Raises
-    ------
-    Unpredictable
-        If its recipe, sharding, checkpointing or targets are none that is predicted.
+    Raises Unpredictable if its recipe, sharding, checkpointing or targets are none that is predicted.
     """
     try:
         recipe = recipe_of(row["recipe"])

@@ -22,10 +22,7 @@ def kernel(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     `row`: of a kind that ``WORKS`` has.
 
-    Raises
-    ------
-    Unpredictable
-        If its format is none that computes, or heads are not shared evenly.
+    Raises Unpredictable if its format is none that computes, or heads are not shared evenly.
     """
     work, profile = WORKS[row["kind"]](row), measured_machine.burst_profile
     return bounded(lambda bound: device_s(estimate(work, profile, bound=bound), profile.device_type))
@@ -99,10 +96,7 @@ _DIRECTIONS = {
 def copy(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a transfer between a device and its host's memory, or another device.
 
-    Raises
-    ------
-    Unpredictable
-        If its direction is unknown, or the machine has one device where two are needed.
+    Raises Unpredictable if its direction is unknown, or the machine has one device where two are needed.
     """
     direction = _DIRECTIONS.get(row["direction"].lower(), row["direction"])
     size_bytes = row.count("bytes")
@@ -128,10 +122,7 @@ def copy(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 def message(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a message between two ranks, on two hosts where there are several.
 
-    Raises
-    ------
-    Unpredictable
-        If the machine has one device.
+    Raises Unpredictable if the machine has one device.
     """
     hosts = {
         measured_machine.topology.host_of(device).id: device for device in reversed(measured_machine.devices)
@@ -150,10 +141,7 @@ def collective(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
 
     Of an ``all_gather`` or a ``reduce_scatter`` the row's bytes are those of all shares together.
 
-    Raises
-    ------
-    Unpredictable
-        If there is one rank, or there are more than devices.
+    Raises Unpredictable if there is one rank, or there are more than devices.
     """
     num_ranks, size_bytes = row.count("ranks"), row.count("bytes")
     if num_ranks < 2:

@@ -45,12 +45,8 @@ def learned_from_rows(path: Path, hardware: str | None = None) -> tuple[Profile,
     - `path`: rows as ``zosim validate`` takes them; topology files that they name lie beside it.
     - `hardware`: learn from the rows of this machine alone.
 
-    Raises
-    ------
-    ProfileError
-        If no row is of a kernel or a copy, or they are of several devices.
-    RowsError, TopologyError
-        If rows or machines cannot be read.
+    Raises ProfileError if no row is of a kernel or a copy, or they are of several devices.
+    Raises RowsError or TopologyError if rows or machines cannot be read.
 
     Notes
     -----

@@ -53,10 +53,7 @@ class MeasuredMachine:
     def devices_of(self, row: MeasuredRow, count: int) -> tuple[str, ...]:
         """Return the first `count` devices.
 
-        Raises
-        ------
-        Unpredictable
-            If there are fewer.
+        Raises Unpredictable if there are fewer.
         """
         if count > len(self.devices):
             raise Unpredictable(
@@ -76,10 +73,7 @@ class MeasuredMachines:
     def of(self, name: str) -> MeasuredMachine:
         """Return the machine of that name: a file of the folder, a preset, or ``host``.
 
-        Raises
-        ------
-        TopologyError
-            If there is none, or it is not valid.
+        Raises TopologyError if there is none, or it is not valid.
         """
         if name not in self._known:
             path = None if self.folder is None else self.folder / name

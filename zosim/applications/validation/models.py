@@ -42,12 +42,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def model_of(row: MeasuredRow) -> ModelSpec:
     """Return the model of a row, with position tables long enough for its sequences.
 
-    Raises
-    ------
-    ModelError
-        If it is no known size, and the row has no configuration.
-    Unpredictable
-        If it has experts, or a configuration does not tell its sizes.
+    Raises ModelError if it is no known size, and the row has no configuration.
+    Raises Unpredictable if it has experts, or a configuration does not tell its sizes.
     """
     # What was measured brings kernels of its own.
     model = _model(row["model"], row["model_config"]).model_copy(update={"stores_scores": "never"})

@@ -72,10 +72,7 @@ def generation_s(
 def moe_forward(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the tokens a second of passes through a mixture of experts whose weights lie in host memory.
 
-    Raises
-    ------
-    Unpredictable
-        If its quantity is none that is predicted, or the host has no space for a single sequence.
+    Raises Unpredictable if its quantity is none that is predicted, or the host has no space for a single sequence.
     """
     batch = row.count("batch") if row["batch"] else _fitting_batch(row, measured_machine)
     filled = MeasuredRow({**row.fields, "batch": str(batch)}, row.where)
@@ -187,10 +184,7 @@ _MASTER_BYTES, _GRADIENT_BYTES = 12, 4
 def nvme_streamed(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the tokens a second of passes, or of training steps, that read weights from drives or from host memory.
 
-    Raises
-    ------
-    Unpredictable
-        If its recipe or quantity is none that is predicted, or nothing says how fast its drives are.
+    Raises Unpredictable if its recipe or quantity is none that is predicted, or nothing says how fast its drives are.
     """
     counted = _counted_tokens(row)
     recipes = {"weights-on-nvme": True, "weights-on-host": True, "zero-infinity-nvme": False}

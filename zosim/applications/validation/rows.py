@@ -42,10 +42,7 @@ class TableRow:
     def count(self, column: str, below: int = LARGEST_COUNT) -> int:
         """Return a whole number above 0 and below `below`; spreadsheets write 8 as ``8.0`` and a million as ``1e6``.
 
-        Raises
-        ------
-        RowsError
-            If the column holds something else.
+        Raises RowsError if the column holds something else.
         """
         text = self[column]
         number = _whole(text)
@@ -56,10 +53,7 @@ class TableRow:
     def number(self, column: str, *, allows_zero: bool = False) -> float:
         """Return a finite number above 0, or 0 where that is allowed.
 
-        Raises
-        ------
-        RowsError
-            If the column holds something else.
+        Raises RowsError if the column holds something else.
         """
         text = self[column]
         try:
@@ -95,10 +89,7 @@ def read_table(path: str | Path, required: Sequence[str]) -> list[TableRow]:
 def table_rows(path: str | Path, required: Sequence[str]) -> Iterator[TableRow]:
     """Yield the rows of a CSV file, in order. Empty lines are no rows.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be read, or lacks a column.
+    Raises RowsError if the file cannot be read, or lacks a column.
     """
     try:
         # Spreadsheets begin a file with a byte order mark.
@@ -134,10 +125,7 @@ def write_table(
 
     `columns`: heads of a file without rows.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be written.
+    Raises RowsError if the file cannot be written.
     """
     own = _columns(row.fields for row in rows) or list(columns)
     more = [name for name in _columns(added) if name not in own]
@@ -231,10 +219,7 @@ class MeasuredRow(TableRow):
     def dtype(self) -> DType:
         """Format of weights, activations and products.
 
-        Raises
-        ------
-        Unpredictable
-            If it is none, or none that computes.
+        Raises Unpredictable if it is none, or none that computes.
         """
         name = format_name(self["dtype"].lower().removeprefix("torch.").removeprefix("amp_"))
         name = _EIGHT_BITS if name.startswith(_EIGHT_BIT_FLOATS) else name
@@ -259,10 +244,7 @@ class MeasuredRow(TableRow):
     def choice(self, column: str, known: Mapping[str, _Choice]) -> _Choice:
         """Return what a cell means, by what people call it, in small letters.
 
-        Raises
-        ------
-        Unpredictable
-            If it is none of the known names.
+        Raises Unpredictable if it is none of the known names.
         """
         name = self[column].lower()
         if name not in known:
@@ -273,10 +255,7 @@ class MeasuredRow(TableRow):
 def read_rows(path: str | Path) -> list[MeasuredRow]:
     """Return the measurements of a CSV file, in order.
 
-    Raises
-    ------
-    RowsError
-        If the file cannot be read, or lacks a column.
+    Raises RowsError if the file cannot be read, or lacks a column.
     """
     return [MeasuredRow(row.fields, row.where) for row in read_table(path, REQUIRED)]
 

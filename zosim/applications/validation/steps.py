@@ -39,12 +39,8 @@ def stores_scores(row: MeasuredRow, measured_machine: MeasuredMachine) -> bool:
 def step(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the seconds of a zeroth-order step, simulated with both ends of the profile's intervals beside.
 
-    Raises
-    ------
-    Unpredictable
-        If its method, format or attention is none that is predicted, or it needs more devices than there are.
-    ModelError
-        If it names no model, and brings no configuration.
+    Raises Unpredictable if its method, format or attention is none that is predicted, or it needs more devices than there are.
+    Raises ModelError if it names no model, and brings no configuration.
     """
     return _timed(_zeroth_order(row, measured_machine))
 
@@ -57,10 +53,7 @@ def device_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Foreca
 def host_memory(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     """Return the bytes that a zeroth-order step takes of its hosts.
 
-    Raises
-    ------
-    Unpredictable
-        If nothing of it lies in host memory, and as for :func:`step`.
+    Raises Unpredictable if nothing of it lies in host memory, and as for :func:`step`.
     """
     planned = _zeroth_order(row, measured_machine)
     size = float(sum(host.size_bytes for host in planned.footprints.hosts))
