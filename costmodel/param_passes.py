@@ -281,17 +281,11 @@ def closing_work(outputs: int, inputs: int, *, rank: int, closed_rank: int) -> W
     - `rank`: of the increment that was open.
     - `closed_rank`: of what all closed ones are compacted to.
 
-    Notes
-    -----
     Of factors ``A`` and ``B`` with ``R`` columns a basis each, ``4 m R² - 4/3 R³`` operations with Householder's reflections; the
     singular values and vectors of the ``R x R`` matrix between, ``22 R³`` [1]_; products of bases and kept vectors, ``2 m R R'``.
 
-    References
-    ----------
     .. [1] Golub and Van Loan, "Matrix Computations", 4th edition, sections 5.2 and 8.6.
 
-    Examples
-    --------
     >>> closing_work(4, 4, rank=1, closed_rank=1).num_factor_flops == 2 * (64 - 10) + 16 + 176 + 2 * 16
     True
     """

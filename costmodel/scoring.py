@@ -16,8 +16,6 @@ from functools import cached_property
 class Row:
     """One number, predicted and measured.
 
-    Examples
-    --------
     >>> row = Row("opt, 4x128", "step_s", measured=0.2, predicted=0.25, low=0.15, high=0.3)
     >>> row.error, row.is_inside
     (0.25, True)
@@ -62,8 +60,6 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
 class Score:
     """How far the predictions of some rows are off.
 
-    Examples
-    --------
     Two predictions that are a tenth too large, and one that is half of what was measured, outside its interval:
 
     >>> score = Score("copies", 3, 0, errors=(0.1, 0.1, -0.5), num_inside=2, widths=(1.2, 1.4, 1.3))

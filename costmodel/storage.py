@@ -33,8 +33,6 @@ from costmodel.work import Work
 class DenseStorage:
     """All parameters are numbers of one format, as perturbations are.
 
-    Examples
-    --------
     >>> from costmodel.models.configs import read_model_spec
     >>> block = read_model_spec("opt-125m").param_group("block.0")
     >>> int4 = QuantizedStorage(

@@ -174,8 +174,6 @@ def assumed_memory(
     - `gpus`: the host's GPUs: a server is assumed around those made for servers.
     - `is_grace`: whether the domain is a Grace's, which its GPUs reach by NVLink-C2C.
 
-    Notes
-    -----
     A server has at least twice the memory of its GPUs, and the channels of its time: two sockets where there are several
     domains.
     """
@@ -213,8 +211,6 @@ def assumed_memory(
 def find_device(name: str) -> DeviceSpec | None:
     """The catalogue's device of that id or product name, however it is spelt; None if it has none.
 
-    Examples
-    --------
     >>> [
     ...     find_device(name).id
     ...     for name in ("RTX 3090", "geforce rtx3090", "NVIDIA A100-SXM4-80GB", "Instinct MI300X")
@@ -310,13 +306,9 @@ def connector_type(spec: DeviceSpec) -> LinkType:
 def cores_of(cpus: Iterable[int]) -> int:
     """Physical cores behind logical processors of one socket.
 
-    Notes
-    -----
     Kernels number the second hardware threads after all first ones, so two runs of equal length are one run
     of cores with two threads each.
 
-    Examples
-    --------
     >>> cores_of([0, 1, 2, 3, 8, 9, 10, 11]), cores_of([0, 1, 2])
     (4, 3)
     """

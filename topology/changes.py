@@ -1,7 +1,5 @@
 """A machine otherwise than it is: some of its figures multiplied or set, and nodes or links lost.
 
-Examples
---------
 >>> from topology.documents import load_preset
 >>> board = load_preset("dgx-h100")
 >>> slow = changed(board, ["gpu2.speed=0.5", "pcie.bandwidth=8 GB/s"], drop=["gpu3"])

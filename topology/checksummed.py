@@ -31,8 +31,6 @@ def save_checksummed(
 def without_digest(content: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return what :func:`with_digest` was given, and whether it still is that.
 
-    Examples
-    --------
     >>> without_digest(with_digest({"a": 1}))
     ({'a': 1}, True)
     >>> without_digest(with_digest({"a": 1}) | {"a": 2})

@@ -18,8 +18,6 @@ def cluster(topology: Topology, num_hosts: int, *, name: str | None = None) -> T
 
     Raises TopologyError if the machine is not a single host, or has no network to join copies with.
 
-    Examples
-    --------
     >>> from topology.documents import load_preset
     >>> two = cluster(load_preset("dgx-1v"), 2)
     >>> [node.id for node in two.compute_devices][7:9]

@@ -135,8 +135,6 @@ _HINTS = {
 def refusal_of_machine(error: Exception) -> MachineError | None:
     """Return a refusal by a disk or a memory in words; None for what must have another cause.
 
-    Examples
-    --------
     >>> refusal_of_machine(FileExistsError(errno.EEXIST, "File exists", "runs/first")).message
     'runs/first: File exists'
     >>> refusal_of_machine(ValueError("ours")) is None

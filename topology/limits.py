@@ -40,8 +40,6 @@ _MAX_DIGITS = 18
 def whole_number(text: str) -> int | None:
     """Return the number that a text writes in decimal digits; None if it writes none, or one of more digits than any count has.
 
-    Examples
-    --------
     >>> whole_number("12"), whole_number("-3"), whole_number("9" * 5000)
     (12, None, None)
     """

@@ -25,8 +25,6 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 def printable(text: str) -> str:
     r"""Return a text with its control characters escaped, but for ends of lines and tabs.
 
-    Examples
-    --------
     >>> printable("\x1b[31mred\u202e")
     '\\x1b[31mred\\u202e'
     """
@@ -36,8 +34,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     r"""Return a text as one line, its control characters escaped.
 
-    Examples
-    --------
     >>> one_line("two\nlines")
     'two\\nlines'
     """
@@ -60,8 +56,6 @@ def spell_what_cannot_be_written() -> None:
 def in_ascii(character: str) -> str:
     r"""Return a character as ASCII writes it: a letter without its accent, a Greek letter's name, a line as a dash.
 
-    Examples
-    --------
     >>> [in_ascii(character) for character in "é²θΔ─│≤漢"]
     ['e', '2', 'theta', 'Delta', '-', '|', '<=', '\\u6f22']
     """

@@ -31,8 +31,6 @@ def with_present_names(document: _Content, renamed: Mapping[str, str]) -> _Conte
     - `document`: what JSON or YAML hold; it is not changed.
     - `renamed`: rows, applied in their order; see the module.
 
-    Examples
-    --------
     >>> old = {"devices": [{"type": "gpu"}, {"type": "cpu"}], "order": "sweep"}
     >>> with_present_names(old, {"devices.kind": "type", "order=sweep": "full"})
     {'devices': [{'type': 'gpu'}, {'type': 'cpu'}], 'order': 'full'}

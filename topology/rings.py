@@ -89,13 +89,9 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
 
     Raises TopologyError if a node is unknown or no GPU, stands twice, or there are too many cycles to choose from.
 
-    Notes
-    -----
     Exact: every cycle is listed, and an integer program chooses how often each is used,
     ``max Σ b_c x_c`` with ``Σ_{c ∋ e} x_c ≤ links of e``.
 
-    Examples
-    --------
     >>> from topology.documents import load_preset
     >>> rings = edge_disjoint_rings(load_preset("dgx-1v"), [f"gpu{i}" for i in range(8)])
     >>> len(rings.rings)

@@ -190,8 +190,6 @@ class Routes:
     ) -> tuple[RouteHop, ...] | None:
         """The widest path through nodes of some types and hosts; of these the one of least latency, then fewest links, then names.
 
-        Notes
-        -----
         Dijkstra's algorithm, twice, as no single cost orders paths so: a wider beginning may have a worse end. The first
         maximises the least bandwidth on the way; the second, over links at least that wide, adds up latencies, links and names.
         """

@@ -84,8 +84,6 @@ def parse_quantity(text: str, dimension: Dimension) -> float:
 
     Raises QuantityError if there is no number, no unit where one is needed, or a unit of another dimension.
 
-    Examples
-    --------
     >>> parse_quantity("31.5 GB/s", "bandwidth")
     31500000000.0
     >>> parse_quantity("2 GiB", "bytes")
@@ -161,8 +159,6 @@ def _significant(value: float, digits: int) -> str:
 def format_count(value: float, digits: int = 4) -> str:
     """A number of things, never in powers of ten.
 
-    Examples
-    --------
     >>> format_count(13862.4), format_count(640), format_count(487.42)
     ('13,862', '640', '487.4')
     """
@@ -173,8 +169,6 @@ def format_count(value: float, digits: int = 4) -> str:
 def format_bytes(size_bytes: float, digits: int = 4) -> str:
     """A size with a binary prefix.
 
-    Examples
-    --------
     >>> format_bytes(80 * 2**30)
     '80 GiB'
     """
@@ -184,8 +178,6 @@ def format_bytes(size_bytes: float, digits: int = 4) -> str:
 def format_bandwidth(bandwidth_bytes_per_s: float, digits: int = 3) -> str:
     """A bandwidth with a decimal prefix, as datasheets write it.
 
-    Examples
-    --------
     >>> format_bandwidth(31.5e9)
     '31.5 GB/s'
     """
@@ -195,8 +187,6 @@ def format_bandwidth(bandwidth_bytes_per_s: float, digits: int = 3) -> str:
 def format_flops(flop_per_s: float, digits: int = 4) -> str:
     """A compute rate with a decimal prefix.
 
-    Examples
-    --------
     >>> format_flops(312e12)
     '312 Tflop/s'
     """
@@ -206,8 +196,6 @@ def format_flops(flop_per_s: float, digits: int = 4) -> str:
 def format_seconds(duration_s: float, digits: int = 3) -> str:
     """A duration in the largest unit that keeps the number at one or more, from ns to h.
 
-    Examples
-    --------
     >>> format_seconds(0.0042)
     '4.2 ms'
     """

@@ -57,8 +57,6 @@ def without_removed(
 
     Raises ZosimError of class `error`, if a removed field has another value, or another field a removed one.
 
-    Examples
-    --------
     >>> without_removed({"batch": 3, "reuse": True}, "plan", TopologyError, names={"reuse": True}, values={})
     {'batch': 3}
     """
@@ -98,8 +96,6 @@ def readable(
     - `model`: the validated class, used to suggest known keys for unknown ones; looked up by the error's title among the
       :class:`FrozenModel` classes if omitted.
 
-    Examples
-    --------
     >>> class Point(FrozenModel):
     ...     x: int
     >>> with readable("point"):

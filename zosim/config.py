@@ -3,8 +3,6 @@
 A config is partial: a field that nobody set is not in its ``model_fields_set``, and reads as its default. Configs are laid over
 each other with :func:`merge`, and :func:`zosim.planning.resolve.resolve` makes a plan of what came out.
 
-Examples
---------
 >>> file = PlanConfig(batch=4, residency=Residency(blocks="offloaded", num_staging_buffers=2))
 >>> typed = PlanConfig(residency=Residency(num_staging_buffers=3))
 >>> merge(file, typed).set_fields()

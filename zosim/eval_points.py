@@ -24,8 +24,6 @@ _PERTURBATION = re.compile(r"q(\d+)([+-])", re.ASCII)
 class EvalPoint:
     """The weights ``θ + sign·ε·z``, with the perturbation ``z`` of one perturbation.
 
-    Examples
-    --------
     >>> str(EvalPoint(0, 1)), str(EvalPoint(2, -1)), str(BASE)
     ('q0+', 'q2-', 'base')
     """

@@ -47,8 +47,6 @@ GONE_SOON = "the old spelling goes in the next release"
 def present_option(spelled: str, known: Collection[str]) -> str:
     """Return an option in its present spelling, of those that a command has; one that was not renamed as it is.
 
-    Examples
-    --------
     >>> present_option("--batch", {"--batch"})
     '--batch'
     """

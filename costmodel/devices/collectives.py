@@ -3,8 +3,6 @@
 Every rank has one full-duplex link of the given bandwidth and all ranks start together. Where links are shared
 or unlike each other these are lower bounds; the event simulation sends the chunks themselves.
 
-References
-----------
 .. [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH",
    Int. J. High Performance Computing Applications 19(1), 2005, section 4.
 """
@@ -35,8 +33,6 @@ into the socket, another out of it."""
 def point_to_point_s(size_bytes: float, *, latency_s: float, bandwidth_bytes_per_s: float) -> float:
     """Return the seconds of one message.
 
-    Examples
-    --------
     >>> point_to_point_s(1e9, latency_s=1.0, bandwidth_bytes_per_s=1e9)
     2.0
     """
@@ -49,8 +45,6 @@ def ring_all_reduce_s(
 ) -> float:
     """Return the seconds of a ring all_reduce: ``2 (n - 1)`` rounds, each moving an n-th of the buffer.
 
-    Examples
-    --------
     Four ranks, 1 GB at 1 GB/s: six rounds of 0.25 s.
 
     >>> ring_all_reduce_s(1e9, 4, latency_s=0.0, bandwidth_bytes_per_s=1e9)
@@ -78,8 +72,6 @@ def doubling_all_gather_s(
 ) -> float:
     """Return the seconds of recursive doubling: ``ceil(log2 n)`` rounds that double what each rank holds.
 
-    Examples
-    --------
     Eight ranks, 1 s a message: three rounds, in which seven eighths of 8 GB arrive.
 
     >>> doubling_all_gather_s(8e9, 8, latency_s=1.0, bandwidth_bytes_per_s=1e9)

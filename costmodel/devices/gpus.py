@@ -102,8 +102,6 @@ def _architecture(name: str) -> Architecture | None:
 def architecture_of(spec: DeviceSpec) -> Architecture | None:
     """Return the architecture of a GPU, None where its name is not known and for other devices.
 
-    Examples
-    --------
     >>> from topology.documents import load_preset
     >>> architecture_of(load_preset("dgx-h100").device_spec("gpu0")).name
     'hopper'
@@ -130,15 +128,11 @@ def has_half_warp_lanes(spec: DeviceSpec) -> bool:
 def is_widened(spec: DeviceSpec, dtype: DType) -> bool:
     """Whether a GPU has no units for a 16-bit format, so that torch multiplies it in float32; nor has torch a fused attention in bfloat16 then.
 
-    Examples
-    --------
     >>> from topology.documents import load_preset
     >>> t4 = load_preset("t4-1x").device_spec("gpu0")
     >>> is_widened(t4, "bfloat16"), is_widened(t4, "float16")
     (True, False)
 
-    References
-    ----------
     .. [1] https://github.com/pytorch/pytorch/pull/116026: the memory-efficient attention takes bfloat16 from compute capability 8.0 on.
     """
     peak = FORMATS[dtype].peak
@@ -148,8 +142,6 @@ def is_widened(spec: DeviceSpec, dtype: DType) -> bool:
 def multiplies_float8(spec: DeviceSpec) -> bool:
     """Whether a device has units for floats of 8 bits; torch refuses to multiply those where it has none [1]_.
 
-    References
-    ----------
     .. [1] https://github.com/pytorch/pytorch/pull/164251
     """
     architecture = architecture_of(spec)
@@ -190,8 +182,6 @@ def stacks_bytes(spec: DeviceSpec) -> int:
 def sustained_flop_per_s(spec: DeviceSpec) -> float:
     """Return the rate of half-precision products at which a GPU draws its rated power; infinite where that is not known.
 
-    Notes
-    -----
     ``rate = (tdp - idle) / energy``, where a fifth of the rated power goes into what does not multiply: leakage, clocks,
     memory, links. Clocks that products on random numbers would drive beyond the limit are lowered within milliseconds; short
     kernels, and products of zeros, do not show it: products of 8192 on an A100 of 400 W run at 295 Tflop/s with zeros and at 258
@@ -199,8 +189,6 @@ def sustained_flop_per_s(spec: DeviceSpec) -> float:
     products reach 790 (llm-foundry's tables of training throughput). AMD's MI300X reaches about 45 % of its peak of 1,307 Tflop/s in half precision on
     750 W [2]_; its collectives are taken to be as NCCL's on A100s. Those of other designs are assumed from their processes.
 
-    References
-    ----------
     .. [1] H. He, "Strangely, matrix multiplications on GPUs run faster when given predictable data", 2024,
        https://www.thonking.ai/p/strangely-matrix-multiplications
     .. [2] Ambati et al., "AMD MI300X GPU performance analysis", arXiv:2510.27583, 2025, of products in FP8, BF16 and FP16, and

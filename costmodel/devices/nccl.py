@@ -8,8 +8,6 @@ pair with the least ``latency + bytes / bandwidth`` [1]_, and so does this modul
 Switches of third-generation NVLink add up what GPUs send (NVLS, which NCCL takes for large sums of more than two GPUs of a
 host since 2.17): every GPU then sends and receives its buffer and one share of it, where a ring does nearly twice as much.
 
-References
-----------
 .. [1] NCCL, ``src/graph/tuning.cc``, ``ncclTopoTuneModel`` and ``ncclTopoGetAlgoTime``,
    https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc (read on 2026-11-22; the tables of 2.29 are the same).
 """

@@ -252,8 +252,6 @@ def job_costs(
 
     Raises PriceError if the table has no prices of the machine, or nothing says what it draws.
 
-    Notes
-    -----
     With ``H`` hours, ``P`` rated power, ``d`` of ``D`` devices in use, and the table's figures,
 
     ``kWh = H · P · PUE · (load · d/D + idle · (1 - d/D)) / 1000``; only what is rented counts as idle or in use.

@@ -162,8 +162,6 @@ def default_dtype(checkpoint: StorageFormat | None, device: DeviceSpec) -> tuple
 
     `checkpoint`: format of the weights in the model's files.
 
-    Examples
-    --------
     >>> from topology.building import require_device
     >>> default_dtype("float16", require_device("a100-80gb-sxm", "gpu", "the example"))
     ('float16', 'the checkpoint is in float16')

@@ -150,8 +150,6 @@ def codec_profile_of(values: Mapping[str, float]) -> CodecProfile:
 def codec_terms(work: CodecWork, values: Mapping[str, float], device_type: DeviceType) -> dict[str, float]:
     """Return the seconds of a codec's work: ``codec`` on one core of the host, and more where the tensor is on a GPU.
 
-    Notes
-    -----
     An estimate for GPUs, not a measurement: the device makes symbols of numbers (``quantizing``: 4 bytes read, one
     written, at the element-wise bandwidth), a byte of each crosses the bus (``copying``), and the host writes them down.
     The message stays there. Plain numbers never leave the device: they are copied side by side (``packing``), and the

@@ -66,8 +66,6 @@ class CodecSpec:
 
     Raises PlanError if a field is out of range.
 
-    Examples
-    --------
     >>> CodecSpec(bits=4).name
     'q4:symmetric:nearest:tensor:smallest'
     >>> codec_spec("q2:affine-zero:token") == CodecSpec(bits=2, grid="affine-zero", scope="token")
@@ -197,8 +195,6 @@ def run_length_bytes(num_tokens: int, bits: int, gap_bits: int) -> int:
 def expected_run_length_bytes(stats: SymbolStatistics) -> int:
     """Return the bytes of ``run-length`` if kept elements lie independently of each other.
 
-    Notes
-    -----
     A run of ``r`` background elements takes ``⌊r/2^g⌋`` tokens more than the one that ends it. Runs are geometric,
     ``P(r >= n) = q^n`` with ``q = 1 - ρ``, so there are ``k·(1 + Q/(1 - Q))`` tokens, ``Q = q^(2^g)``; the best ``g``
     is taken. Runs that cluster, as zeros of padded positions do, take less; the codec itself counts them.
@@ -223,8 +219,6 @@ def entropy_table_bytes(stats: SymbolStatistics) -> int:
 def frequencies(counts: Sequence[float]) -> list[int]:
     """Return the frequency of each symbol in units of ``2^-16``: 0 only for those that never occur.
 
-    Notes
-    -----
     ``1 + ⌊p·(2^16 - n)⌋`` of ``n`` symbols, the rest to the most frequent. So none falls below ``p·(1 - n/2^16)``,
     and coding with them costs at most ``-log2(1 - n/2^16) <= 0.0057`` bits a symbol more than the entropy.
     """

@@ -86,8 +86,6 @@ _CONTAINERS = (2, 4, 8)
 class QuantConfig:
     """How the weights of linear layers are quantized: format, scales and zero points.
 
-    Examples
-    --------
     >>> int4 = QuantConfig("int4", "group", group_elements=128, dtype="bfloat16")
     >>> int4.qvalue_bytes((768, 3072)), int4.scale_bytes((768, 3072))
     (1179648, 36864)
@@ -183,8 +181,6 @@ QuantizedMatrix = tuple[Linear, QuantConfig]
 def tile_columns(rows: int, outputs: int) -> int:
     """Return how many of the outputs of so many rows are made at a time on a CPU.
 
-    Examples
-    --------
     >>> tile_columns(512, 768), tile_columns(512, 3072), tile_columns(1024, 3000)
     (768, 768, 384)
     """
@@ -220,8 +216,6 @@ def quantized_forward_work(
     - `kept_bytes`: what of the segment is alive beside a layer: the sum that residuals are added to.
     - `perturbation_format`: that the quantized values of the perturbation are kept in.
 
-    Notes
-    -----
     ``dequantize`` makes one weight at a time of its quantized values, a temporary; quantized values that share a byte are parted before. Those of
     floating-point formats are made float32 first, by a table of 32-bit places where they have four bits. Under
     ``int_mm`` weight and perturbation are products of their own, of integers, whose sums are scaled in passes of their own;
@@ -334,8 +328,6 @@ def _counted(passes: Mapping[QuantPass, int]) -> tuple[tuple[QuantPass, int], ..
 def taken_out_bytes(num_elements: int, perturbation_format: str) -> int:
     """Return the bytes of some quantized values of a perturbation while they are taken out of bytes that they share; none where they share none.
 
-    Examples
-    --------
     >>> taken_out_bytes(1000, "int4"), taken_out_bytes(1000, "int8")
     (2500, 0)
     """
@@ -440,8 +432,6 @@ def updated_at_once(linear: Linear, share: float) -> int:
 
     Weights that decay do so in all rows: with a sparse perturbation, too, no more of them are updated at a time.
 
-    Examples
-    --------
     >>> (
     ...     updated_at_once((3072, 768), 1.0),
     ...     updated_at_once((3072, 768), 0.02),
@@ -466,8 +456,6 @@ class RowSamples(NamedTuple):
 def samples_for_rows(linears: Iterable[Linear], share: float, block_elements: int) -> RowSamples:
     """Return what drawing the rows of some matrices takes each of which moves with probability `share`.
 
-    Examples
-    --------
     >>> samples_for_rows([(3072, 768)], 1.0, 16384)
     RowSamples(num_blocks=144, num_sampled=2359296, num_passed=0)
     >>> samples_for_rows([(3072, 768)], 0.02, 16384)

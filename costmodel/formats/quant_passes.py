@@ -83,8 +83,6 @@ passes there is arithmetic and Python as often as memory; elsewhere bytes say wh
 def traffic_bytes(passes: Iterable[tuple[QuantPass, int]], memory: Memory, dtype: str) -> int:
     """Return the bytes that those of some passes read and write whose bandwidth is that of `memory`.
 
-    Examples
-    --------
     >>> traffic_bytes([("inputs", 10), ("updates", 7)], "elementwise", "bfloat16")
     90
     """

@@ -11,8 +11,6 @@ of a linear loss needs [1]_:
 A sparse perturbation is 0 but in each row (output channel) with the probability ``q``, and there ``û/√q``: its second moments are the
 same, its fourths ``1/q`` times as large.
 
-References
-----------
 .. [1] QuZO, equations 3 to 10, which leave out scales and clamping; docs/explanation/quantized-training.md has the derivation.
 """
 
@@ -44,8 +42,6 @@ class Moments(NamedTuple):
 def moments_of(distribution: Distribution, levels: Sequence[float]) -> Moments:
     """Return the moments of an element rounded at random to ascending `levels`, and clamped to the outer two.
 
-    Notes
-    -----
     Between neighbours ``a`` and ``b``, ``E[û² | u] = (a + b)·u - a·b`` and ``E[û⁴ | u]`` are linear in ``u``: every moment
     is a sum of the element's partial moments in each cell.
     """
@@ -70,8 +66,6 @@ def moments_of(distribution: Distribution, levels: Sequence[float]) -> Moments:
 def reach_of(distribution: Distribution, bits: int) -> float:
     """Return the largest value of an element rounded to so many bits: that with the least mean squared error of a rounding.
 
-    Notes
-    -----
     By golden section: ``E[(û - u)²]`` has one minimum in the range. Two decimals, since it is flat there.
     """
     low, high, ratio = 0.0, 8.0, (math.sqrt(5) - 1) / 2
@@ -101,8 +95,6 @@ def _squared_error(distribution: Distribution, bits: int, reach: float) -> float
 class RoundedPerturbation:
     """A perturbation whose elements are rounded to a few bits, at random and without a bias where they are not clamped.
 
-    Examples
-    --------
     >>> coarse = RoundedPerturbation("gaussian", 2)
     >>> coarse.highest, round(coarse.moments.second, 3), round(coarse.moments.cross, 3)
     (1, 0.65, 0.529)
@@ -162,8 +154,6 @@ class RoundedPerturbation:
     def relative_energy(self, estimator: EstimatorName, num_elements: int, row_elements: int = 1) -> float:
         """Return ``E|ĝ|² / |E ĝ|²`` of an estimate of a linear loss's gradient, 1 plus its relative variance.
 
-        Notes
-        -----
         With ``d`` elements, ``(m₄ + (d - 1)·m₂²)/m₂²`` for one rounding used twice, divided or not, and
         ``(E[û₁²û₂²] + (d - 1)·m₂²)/c₂²`` for two. Since ``m₂ >= c₂``, two roundings are the noisier but for very few elements.
         Elements of one row of `row_elements` are 0 together: of the ``d - 1`` others so many less one count ``1/q`` times.

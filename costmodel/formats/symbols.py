@@ -100,8 +100,6 @@ def activation_statistics(
 ) -> SymbolStatistics:
     """Return the statistics of a tensor of which this is known; None for what is dense, as a residual stream.
 
-    Notes
-    -----
     Numbers are taken to be normal, of deviation 1, and the largest of ``N`` to be ``sqrt(2 ln N)``. The largest symbol of
     the symmetric grid stands for it: with ``c = 2^(b-1) - 1`` symbols to a side, a symbol is ``round(x c / sqrt(2 ln N))``. What is kept of an activation has their frequencies. Up to a half it is taken to be of one
     sign, as behind a ReLU; beyond, the density says how far apart the symbols are. Where the entropy is known, too, it

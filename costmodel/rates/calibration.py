@@ -96,8 +96,6 @@ def fit_profile(
     Raises ProfileError if there is nothing to fit, a measurement used another number of threads, or the profile lacks a rate for a format
     that was measured.
 
-    Notes
-    -----
     A robust fit in log space (:mod:`costmodel.rates.fitting`) under the soft L1 loss. The base profile's values and half intervals,
     in logs, are the prior; measurements count by their weights over :data:`NOISE`. Intervals are twice the posterior's standard
     deviation, widened by the spread of the residuals that the constant matters to: a model that explains its data within 20 %
@@ -316,8 +314,6 @@ def with_copy_cores(profile: Profile, measurements: Sequence[Measurement]) -> tu
 
     `measurements`: among them a product and a copy, each alone, and contended beside the other.
 
-    Notes
-    -----
     While a copy runs, a product that wants all ``n`` cores loses a part ``L = 1 - alone / beside`` of its speed. It does so
     for ``r`` times as long as the copy takes alone. Where threads share cores evenly, a copy that takes ``c`` of them makes both
     slower by ``(n + c) / n``. The product then loses ``c / n`` of the copy's time: ``c = n L r``.

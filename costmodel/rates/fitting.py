@@ -91,8 +91,6 @@ def most_probable(
     - `start`: where the search begins; the prior by default.
     - `**options`: of :func:`scipy.optimize.least_squares`, such as ``bounds`` and ``xtol``.
 
-    Examples
-    --------
     A constant of 1 within a factor of e, and one number that says e² as surely: the truth is taken for e.
 
     >>> prior = Prior(np.zeros(1), np.ones(1))

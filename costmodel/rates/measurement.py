@@ -17,8 +17,6 @@ Statistic = Literal["median", "fastest"]
 class Measurement:
     """How long a piece of work took.
 
-    Notes
-    -----
     For each compute format the fit needs:
 
     - matrix products from small to large (rate and ``matmul_half_dim``), and one that only reads (``memory_bandwidth``);

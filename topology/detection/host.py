@@ -212,8 +212,6 @@ def _cpu_quota(root: Path) -> float:
 def flop_per_cycle(facts: HostFacts) -> dict[Dtype, tuple[int, str]]:
     """Peak flop per cycle and core by dtype, with the derivation, from the instruction set.
 
-    Notes
-    -----
     Lanes x 2 (fused multiply-add) x pipes. Two pipes are assumed throughout, and AMD's cores before
     family 26 are known to run AVX-512 on two pipes of 256 bits. A wrong guess is off by two, which is
     what calibration is for.
@@ -269,8 +267,6 @@ def measure_copy_bandwidth(num_threads: int, cache_bytes: int, memory_bytes: int
     - `cache_bytes`: last-level cache; the buffers are four times as large where memory allows.
     - `memory_bytes`: usable memory, of which at most a 32nd is taken.
 
-    Notes
-    -----
     The best of the repeats that fit into the time limit: other load only makes a repeat slower.
     """
     import numpy as np

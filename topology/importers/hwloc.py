@@ -130,8 +130,6 @@ def _add_numas(
 ) -> None:
     """Add NUMA domains.
 
-    Notes
-    -----
     A domain that is a GPU's memory is none of the host's. One without memory, or whose memory may not be used, is a place that PCIe
     devices hang on; if no domain has memory, the file does not tell it, as those that hwloc makes from ``cpuid`` alone.
     """

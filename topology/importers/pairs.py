@@ -29,8 +29,6 @@ def attach(builder: MachineBuilder, endpoints: Iterable[Endpoint], levels: Mappi
 
     `levels`: PIX, PXB or PHB per pair; other codes do not place a device below a common root.
 
-    Notes
-    -----
     Where two GPUs share NVLinks, ``nvidia-smi`` prints those instead of their position in the tree; only an
     adapter beside them can then show that they share a switch.
     """
@@ -78,8 +76,6 @@ def join_nvlinks(
     - `counts`: NVLinks per pair.
     - `ports`: the NVLinks of one GPU; those of the fourth generation if it is not known.
 
-    Notes
-    -----
     Behind NVSwitches every pair is reported with all the links of a GPU. If the links of one GPU, summed
     over its peers, are more than it has, a switch is what explains them: one for each group that no NVLinks join to another.
     """

@@ -170,8 +170,6 @@ def _domains(numa: dict[str, int], cpus: Mapping[str, frozenset[int]]) -> dict[i
 def _affinities(cells: list[str], headings: list[str]) -> dict[str, str]:
     """What is printed after the matrix, by its heading.
 
-    Notes
-    -----
     ``nvidia-smi`` leaves a cell empty where none of the processors near a GPU may be used, and has a tab too many before the last
     column. Without tabs, an empty cell is told by what the next one looks like.
     """
@@ -203,8 +201,6 @@ def _number(digits: str, what: str) -> int:
 def parse_cpu_list(text: str) -> Iterator[int]:
     """Members of a list as the kernel writes it.
 
-    Examples
-    --------
     >>> list(parse_cpu_list("0-2,8"))
     [0, 1, 2, 8]
 

@@ -39,13 +39,9 @@ class StepCounts:
 def step_counts(programs: ProgramSet) -> StepCounts:
     """Return what a step of all ranks sends.
 
-    Notes
-    -----
     SparQ [1]_ counts ``P(M - 1)`` gradient scalars. A program sends losses, not their differences: one for each point
     that the last stage forwards, to each of the ``M - 1`` others.
 
-    References
-    ----------
     .. [1] SparQ, appendix C.3.
     """
     total: Counter[str] = Counter()

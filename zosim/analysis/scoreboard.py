@@ -96,8 +96,6 @@ def rows_table(
     - `items`: rows, or what `row_of` makes a row of.
     - `more`: of an item, what stands in a further column.
 
-    Examples
-    --------
     >>> rows = [Row("a", "step_s", 0.01, 0.011, 0.009, 0.012), Row("b", "step_s", 0.02, 0.03)]
     >>> print(rows_table(rows).to_markdown())
     | case | predicted (ms) | interval | measured (ms) | error |

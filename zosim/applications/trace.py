@@ -8,8 +8,6 @@ rank, an activity on a device carries ``stream`` > 0 and a ``correlation`` that 
 the one that the launch lies in, and copies are known by names that begin with ``Memcpy``. Launches are therefore
 written as well; nothing was measured or predicted about them.
 
-References
-----------
 .. [1] Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 .. [2] HTA 0.5, ``hta/common/trace_parser.py``, ``trace.py`` and ``trace_file.py``.
 """

@@ -85,8 +85,6 @@ class Hop:
     def message_s(self, size_bytes: float, bound: Bound = "central") -> float:
         """Return the seconds of a message of so many bytes.
 
-        Examples
-        --------
         A mebibyte over 1 GiB/s takes a 1,024th of a second, after 10 us of latency:
 
         >>> round(1e3 * Hop(1e-5, 2**30).message_s(2**20), 4)

@@ -51,8 +51,6 @@ def machines_for(
     Raises TopologyError if there is no such device, or no path between two that work together.
     Raises ProfileError if a profile is of another type of device.
 
-    Notes
-    -----
     The members of a group form a ring in rank order, each sending to the next over the route between their
     devices (between host memories for CPUs of several hosts; within one host's memory, a copy). GPUs of a group that
     edge-disjoint rings of NVLinks join spread what they send over these, in both directions, as NCCL does. A message

@@ -38,8 +38,6 @@ def bucket_bytes(
 
     Some matrices among them may be quantized values: quantized values and scales are tensors of their own.
 
-    Examples
-    --------
     >>> from costmodel.formats.low_bits import QuantConfig
     >>> bucket_bytes(100, 1, "float32", 64), bucket_bytes(100, 2, "float32", 64)
     (512, 576)

@@ -1,7 +1,5 @@
 """The forward axis: a segment at an evaluation point, and the batch that it is of.
 
-Examples
---------
 What the forward of a block at ``+ε`` reads and leaves:
 
 >>> from costmodel import read_model_spec

@@ -4,8 +4,6 @@ Lowering lists instructions in an order that would be right on a single stream. 
 stand on different streams gets an edge; the rest may overlap. The validator checks the outcome without knowing
 how it was made.
 
-Examples
---------
 An upload into a staging buffer, on a stream of its own, and a forward that reads the staging buffer. The forward waits for the upload; and the
 upload of the next step, which overwrites the staging buffer, for the forward of this one:
 
@@ -100,8 +98,6 @@ def connect(
     - `shared`: buffers that the ranks of a host have in common.
     - `group`: the ranks among whom these are shared out.
 
-    Notes
-    -----
     The host reads a step's scalars before it issues the next step. So every stream's first instruction of a step waits for
     the last compute instruction of the step before.
     """

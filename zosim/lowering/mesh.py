@@ -1,7 +1,5 @@
 """The mesh axis: losses, of which each rank knows some, become those of the whole batch, and projected gradients.
 
-Examples
---------
 Two ranks that share the batch out. Each knows two losses of its own half, at the two signs of one perturbation; after the exchange
 both know those of the whole batch, and make the same projected gradient of them:
 

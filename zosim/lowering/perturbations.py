@@ -1,7 +1,5 @@
 """The perturbations axis: when each is drawn, from which generator state, and where it lies until it is used.
 
-Examples
---------
 Sequential draws read the state that the draw before has left; keyed draws need no state:
 
 >>> from costmodel import read_model_spec

@@ -1,7 +1,5 @@
 """What one rank of a plan holds and forwards, which all axes ask for, and the list that they write into.
 
-Examples
---------
 The second of two stages, with half of the sequences:
 
 >>> from costmodel import read_model_spec

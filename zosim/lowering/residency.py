@@ -1,7 +1,5 @@
 """The residency axis: where parameters lie between their uses, and how those of the host come to the device and go back.
 
-Examples
---------
 A block of OPT-125M in float32, which passes through one of three staging buffers: 7,087,872 numbers of 4 bytes, of whose 16 tensors each
 may start up to 63 bytes late to be aligned, together a multiple of 64 bytes.
 

@@ -1,7 +1,5 @@
 """The schedule axis: in which order a step visits segments and points, and when it updates.
 
-Examples
---------
 Two orders of the same forwards, of a model with two blocks and two perturbations, as block and point:
 
 >>> from costmodel import read_model_spec

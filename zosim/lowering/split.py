@@ -1,7 +1,5 @@
 """The split axis: what crosses a boundary, as which message, and how it goes from stage to stage.
 
-Examples
---------
 Two stages with a split point behind block 5: the first stage encodes what block 5 leaves and sends it on, once for each sign.
 A message has a byte for each of 16 tokens x 768 numbers, and a header.
 

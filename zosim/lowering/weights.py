@@ -2,8 +2,6 @@
 
 One state of them is perturbed from point to point where it lies, or a copy is written for each point.
 
-Examples
---------
 In place, three perturbations bring the weights from the base to one sign, to the other, and back. Copies are written for each
 sign on its own, from weights that stay as they are.
 

@@ -6,8 +6,6 @@ add to every stream, buffer and shared resource is known from them. A step is th
 is a lower bound of the closed form's, and with it of the simulated step. Peers, contention and dependencies between
 distant blocks can only add to it. Memory is exact.
 
-Examples
---------
 The lower bound of the twelve blocks of OPT-125M is made of the instructions of two. With nothing shared it says what the simulator says:
 
 >>> from costmodel import read_model_spec

@@ -2,8 +2,6 @@
 
 Ranks that do the same on devices that are placed alike are bounded once, however many they are.
 
-Examples
---------
 What is known of MeZO's plan for OPT-13B on a GPU with 80 GB before it is lowered, in float32:
 
 >>> from costmodel import read_model_spec

@@ -46,8 +46,6 @@ def derivatives(planned: PlannedRun, *, each: bool = False) -> tuple[Derivative,
 
     `each`: whether links, devices and memories are looked at one by one, rather than all of one type together.
 
-    Notes
-    -----
     Central differences of simulated steps, a percent to either side. A step time has kinks where another instruction becomes
     critical; at one of them this is the mean of the slopes on both sides.
     """

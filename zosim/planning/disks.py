@@ -1,7 +1,5 @@
 """How many blocks a plan keeps on the device, as many as it has space for, and on drives, as few as leave host memory enough.
 
-Examples
---------
 Host memory holds five of twelve blocks:
 
 >>> from costmodel import read_model_spec

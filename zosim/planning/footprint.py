@@ -1,7 +1,5 @@
 """How much memory programs take, on every rank's device and on every host, with its components named; and how long to pin it.
 
-Examples
---------
 Two ranks of one host, each with 8 bytes of its own there and 64 that both share, take 80 of it:
 
 >>> parts = (MemoryComponent("rng", 8, "host"), MemoryComponent("weights", 64, "host"))
@@ -132,8 +130,6 @@ def describe_components(components: Iterable[MemoryComponent], most: int | None 
 def footprint(program: Program, profile: Profile, bound: Bound = "central") -> Footprint:
     """Return the most memory that `program` takes at any time on a device of `profile`.
 
-    Notes
-    -----
     Every buffer is counted as if all were alive at once, together with the largest workspace. This is an upper bound on
     what a timeline's memory curve shows, and close to it. Only buffers that are allocated anew, and hidden states at the
     edges of a step, are ever absent.

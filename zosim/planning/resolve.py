@@ -138,8 +138,6 @@ def spread(config: PlanConfig, split_model: SplitModel, known: Plan | None = Non
 def even_split_points(num_blocks: int, num_stages: int, *, inside: bool = True) -> tuple[str, ...]:
     """Return split points that part the blocks as evenly as can be, inside blocks behind their activation functions, or between blocks.
 
-    Examples
-    --------
     >>> even_split_points(12, 3)
     ('block.3.mlp', 'block.7.mlp')
     """

@@ -1,7 +1,5 @@
 """What is asked of split points between stages, and SparQ's own rule for them; :mod:`zosim.planning.split_search` finds the best.
 
-Examples
---------
 SparQ's rule for two stages of six blocks: the sparsest of the split points next to the middle.
 
 >>> names = [f"block.{index}.mlp" for index in range(6)]

@@ -4,8 +4,6 @@ A mesh of stages and its split points are bounded by :mod:`zosim.planning.split_
 plans do. Those that could undercut what is known without stages, and the best in any case, become shapes. The plans on a shape are
 every combination of the values that settings declare as the planner's to choose.
 
-Examples
---------
 Where blocks may live and how they are visited, of OPT-125M on one GPU without loss:
 
 >>> from costmodel import read_model_spec

@@ -28,13 +28,9 @@ def least_epsilon(codec: CodecSpec, *, residual: bool) -> float:
 
     `residual`: whether the hidden state goes through it; else an MLP's activation alone.
 
-    Notes
-    -----
     Of one model (4 blocks of 128, OPT) on one task: another's may be several times larger or smaller, and grids per token
     need less. ``zosim probe`` measures a model's own.
 
-    Examples
-    --------
     >>> from costmodel.formats.codecs import codec_spec
     >>> least_epsilon(codec_spec("q4"), residual=True)
     0.0005

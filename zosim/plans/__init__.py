@@ -347,8 +347,6 @@ _FIELD = re.compile(rf"\b({'|'.join(AXES)})\.(\w+)(?:=([\w.+-]*\w))?")
 def in_options(text: str) -> str:
     """Return a text with fields of a plan spelled as the options that set them, for who typed options.
 
-    Examples
-    --------
     >>> in_options("residency.transfers=sliced needs several ranks, such as mesh.data=2")
     '--transfers sliced needs several ranks, such as --mesh data=2'
     >>> in_options("leave perturbations.kept out, or residency.overlap=False")

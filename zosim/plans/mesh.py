@@ -1,7 +1,5 @@
 """The ranks as a grid.
 
-Examples
---------
 Four ranks, two shards of the batch times the two signs of a perturbation; rank 1 is the other sign of rank 0's shard:
 
 >>> mesh = Mesh.parse("data=2,perturb=2")

@@ -3,8 +3,6 @@
 The options of ``zosim plan`` and ``zosim run``, what ``--resume`` lays over what was recorded, what two runs must have in
 common to be the same run, and what the planner may choose are read from here.
 
-Examples
---------
 >>> from zosim.plans.perturbations import Perturbations
 >>> field = fields_of(Perturbations)["kept"]
 >>> field.setting.flag, field.default, field.setting.changes

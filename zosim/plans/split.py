@@ -1,7 +1,5 @@
 """Where the model is split, and how what crosses is encoded.
 
-Examples
---------
 Behind a block the hidden state crosses; inside one the residual stream and an activation do, each with a codec of its own:
 
 >>> Split(split_points=("block.1",), codec="q4", residual_codec="q8").codecs_in_use

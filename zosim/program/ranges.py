@@ -22,8 +22,6 @@ class Ranges(Generic[Value]):
     - `value`: what all bytes have at first.
     - `copy`: makes the value of one part of a range that is cut in two; the other part keeps the value itself.
 
-    Notes
-    -----
     Ranges are found by bisection, so a buffer of ``n`` ranges costs ``n log n`` altogether where every access touches a few of
     them.
     """

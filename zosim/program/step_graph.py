@@ -9,8 +9,6 @@ Simulators on arrays ask by number, a thousand times for each rank: edges are ``
 graph by name asks for the :class:`RunNode` of an instruction. Whoever asks what has finished when something starts lists a short run as a
 whole (:attr:`StepGraph.listed`, :meth:`StepGraph.ordered`).
 
-Examples
---------
 A load waits for the mean of the step before, the mean for the load. Each also follows itself on its stream:
 
 >>> from zosim.program.instructions import Dependency

@@ -15,8 +15,6 @@ twice and the flush follows a step.
 
 What several ranks do to each other is the business of :mod:`zosim.program.validate_set`.
 
-Examples
---------
 A forward that reads a staging buffer while an upload may still write it, and the same with the two dependencies that make it safe: the
 forward waits for the upload, and the next step's upload for the forward.
 

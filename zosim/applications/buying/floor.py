@@ -32,8 +32,6 @@ class Floor:
 def floor(request: Request) -> Floor:
     """Return the least that any plan of a request takes.
 
-    Notes
-    -----
     With ``d`` shards of the batch, ``p`` of the ``K`` evaluation points and ``s`` stages on ``n`` devices, a pipeline forwards
     ``k = ceil(K/p)`` points of ``ceil(B/d)`` sequences: the first through all stages, each other one a stage later, which takes
     ``F (1 + (k - 1) / s)`` or more; and the fullest stage computes for ``(k F + (k + 1) P) / s`` or more, where ``P`` is one pass

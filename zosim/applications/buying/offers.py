@@ -297,8 +297,6 @@ class Market:
 def plain(value: float) -> str:
     """Return a number in words: three digits of it, more where it is 1,000 or larger, never an exponent.
 
-    Examples
-    --------
     >>> plain(0.12345), plain(12345.6)
     ('0.123', '12,346')
     """

@@ -72,8 +72,6 @@ class MemoryThreshold:
 def percent(times: float) -> str:
     """Return a factor as what it adds or takes away.
 
-    Examples
-    --------
     >>> percent(2.0), percent(0.91), percent(0.997)
     ('+100%', '-9%', '-0.3%')
     """

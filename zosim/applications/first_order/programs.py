@@ -8,8 +8,6 @@ stage sum their gradients. It is lowered, validated and simulated as every progr
 *AQ-SGD* [1]_ sends a few bits of what changed in a sample's activation since the sample was last seen, and keeps the last
 message of every sample at both ends of a boundary, on the host.
 
-References
-----------
 .. [1] J. Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Compression with Guarantees",
    2022, algorithm 1.
 .. [2] Y. Huang et al., "GPipe", 2019, section 2.3: the bubble's part of a step is ``(p - 1)/(m + p - 1)``.

@@ -68,8 +68,6 @@ def step_seconds(
 ) -> float:
     """Return the seconds of one step of `run` on `devices`, all micro-batches included.
 
-    Notes
-    -----
     Exchanges of shards are counted after the computation: published runs hide little of them.
     """
     forward, backward = pass_works(run)

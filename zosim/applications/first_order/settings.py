@@ -102,8 +102,6 @@ PRESETS: dict[str, FirstOrder] = {
 def turns(schedule: Schedule, num_microbatches: int, num_stages: int, stage: int) -> Iterator[Turn]:
     """Yield the forwards and backwards of a stage in the order in which it does them.
 
-    Examples
-    --------
     >>> " ".join(f"{phase[0]}{number}" for phase, number in turns("1f1b", 3, 2, 0))
     'f0 f1 b0 f2 b1 b2'
     """
@@ -130,8 +128,6 @@ def first_order_of(name: FirstOrderName | None, **settings: Any) -> FirstOrder |
     Raises PlanError if there is something to be otherwise and no step, or another optimizer than Adam is to go over all parameters at a
     time.
 
-    Examples
-    --------
     >>> first_order_of("adam", microbatches=4).describe()
     'adam, 4 x gpipe'
     """

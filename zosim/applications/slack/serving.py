@@ -12,16 +12,12 @@ in a row; it starts when nobody waits. What a request that arrives meanwhile wai
 ``none``
     There are no background steps.
 
-Notes
------
 With one request to a batch, and arrivals at random, a server that always has a background step is an M/G/1 queue with vacations: a
 request waits as without background steps, and for the rest of a segment besides [1]_. With services of ``s`` and segments of ``v`` seconds
 that do not vary, at a load ``ρ = λ·s`` below 1,
 
     mean wait = λ·s² / (2·(1 - ρ)) + v / 2.
 
-References
-----------
 .. [1] Doshi, "Queueing systems with vacations, a survey", Queueing Systems 1, 1986, equation (2.4).
 """
 
@@ -218,8 +214,6 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 
     A cancelled background step takes nothing from them. Infinite where more arrives than is served.
 
-    Examples
-    --------
     Requests of 10 ms keep the server busy for half of its time, so they wait 5 ms for each other. Beside background steps of 40 ms that are
     done to their ends they wait half a background step more:
 
@@ -240,8 +234,6 @@ def closed_mean_s(server: Server, rate_per_s: float, policy: Policy) -> float | 
 def closed_steps_per_hour(server: Server, rate_per_s: float, policy: Policy) -> float | None:
     """Return the background steps that fit into an hour beside requests served alone; None where no formula is known.
 
-    Examples
-    --------
     Half of an hour is left, in background steps of 40 ms:
 
     >>> closed_steps_per_hour(Server(batch_s=0.0, request_s=0.01, max_batch=1, step_s=0.04), 50.0, "whole")

@@ -48,8 +48,6 @@ def learned_from_rows(path: Path, hardware: str | None = None) -> tuple[Profile,
     Raises ProfileError if no row is of a kernel or a copy, or they are of several devices.
     Raises RowsError or TopologyError if rows or machines cannot be read.
 
-    Notes
-    -----
     The fit starts from the data sheet, whose intervals hold what rows leave open. Rows with a flag are not learnt from,
     nor are whole passes and steps: what a framework adds to them is no property of the device.
     """
