@@ -63,15 +63,9 @@ def refuse_irregular(
 
     Files that a user names may be either. What lies in a directory that somebody else may have written is looked at first.
 
-    Parameters
-    ----------
-    links : bool
-        Whether a link to a regular file will do.
+    `links`: whether a link to a regular file will do.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`.
+    Raises ZosimError of type `error`.
     """
     for path in paths:
         try:
@@ -92,15 +86,9 @@ def read_bytes(
 ) -> bytes:
     """Return the content of a file.
 
-    Parameters
-    ----------
-    hint : str, optional
-        How to make such a file.
+    `hint`: how to make such a file.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if there is no such file, or it cannot be read or is too large.
+    Raises ZosimError of type `error`, if there is no such file, or it cannot be read or is too large.
     """
     content = bytearray()
     try:
@@ -131,10 +119,7 @@ def read_text(
 ) -> str:
     """Return the text of a file; parameters as of :func:`read_bytes`.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if it cannot be read, is too large, or is not UTF-8.
+    Raises ZosimError of type `error`, if it cannot be read, is too large, or is not UTF-8.
     """
     content = read_bytes(path, what, error, hint=hint, max_bytes=max_bytes)
     try:
@@ -147,10 +132,7 @@ def read_text(
 def read_stdin(what: str, error: type[ZosimError], *, max_bytes: int = MAX_JSON_BYTES) -> str:
     """Return the text on standard input; parameters as of :func:`read_bytes`.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if it is not text or is too large.
+    Raises ZosimError of type `error`, if it is not text or is too large.
     """
     try:
         text = sys.stdin.read(max_bytes + 1)
@@ -166,10 +148,7 @@ def read_stdin(what: str, error: type[ZosimError], *, max_bytes: int = MAX_JSON_
 def read_json(path: str | Path, what: str, error: type[ZosimError], *, hint: str | None = None) -> Any:
     """Return the JSON value in a file; parameters as of :func:`read_bytes`.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if the file cannot be read or is not JSON.
+    Raises ZosimError of type `error`, if the file cannot be read or is not JSON.
     """
     return parse_json(read_text(path, what, error, hint=hint), f"{path} is not a {what}", error, hint=hint)
 
@@ -179,10 +158,7 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Return the JSON object in a file; parameters as of :func:`read_bytes`.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if the file cannot be read or holds no JSON object.
+    Raises ZosimError of type `error`, if the file cannot be read or holds no JSON object.
     """
     value = read_json(path, what, error, hint=hint)
     if not isinstance(value, dict):
@@ -193,18 +169,10 @@ def read_json_object(
 def parse_json(text: str, complaint: str, error: type[ZosimError], *, hint: str | None = None) -> Any:
     """Return the JSON value that a text holds.
 
-    Parameters
-    ----------
-    complaint : str
-        What the message begins with, such as ``"plan.json is not a plan"``.
+    `complaint`: what the message begins with, such as ``"plan.json is not a plan"``.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, with the reason.
+    Raises ZosimError of type `error`, with the reason.
 
-    Examples
-    --------
     >>> parse_json('{"a": 1, "a": 2}', "that is not a plan", ZosimError)
     Traceback (most recent call last):
     topology.errors.ZosimError: that is not a plan: the key 'a' stands twice in one object
@@ -293,17 +261,10 @@ def parse_yaml(
 ) -> tuple[Any, yaml.Node | None]:
     """Return the value that a YAML text holds, and the tree that knows its lines.
 
-    Parameters
-    ----------
-    what : str
-        Names the text in messages.
-    hint : str, optional
-        For a text that is not YAML at all.
+    - `what`: names the text in messages.
+    - `hint`: for a text that is not YAML at all.
 
-    Raises
-    ------
-    ZosimError
-        Of type `error`, if it is no YAML, holds what is no plain value, or multiplies.
+    Raises ZosimError of type `error`, if it is no YAML, holds what is no plain value, or multiplies.
     """
     try:
         if len(text) > MAX_YAML_BYTES:

@@ -53,20 +53,13 @@ class FamilyConfig(BaseModel):
 
     A field has the type that transformers demands and a range that some machine could hold. Defaults are those of
     transformers' configuration classes, which leave them out of files. Other fields are passed over.
-
-    Attributes
-    ----------
-    family : str
-        The ``model_type``.
-    is_causal : bool
-        Whether its models predict the next token; else they fill in masks.
     """
 
     # A run reads one family: the validators of the others, which take 40 ms to make, are never made.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False, defer_build=True)
 
-    family: ClassVar[str]
-    is_causal: ClassVar[bool] = True
+    family: ClassVar[str]  # the `model_type`
+    is_causal: ClassVar[bool] = True  # whether its models predict the next token; else they fill in masks
     row: ClassVar[_Row]
 
     vocab_size: Extent

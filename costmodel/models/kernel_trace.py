@@ -31,17 +31,10 @@ class TracedBuffer:
 
 @dataclass
 class KernelTrace:
-    """Kernels recorded so far.
+    """Kernels recorded so far."""
 
-    Attributes
-    ----------
-    dtype : str
-        Compute format of the matrix products.
-    live_bytes, peak_bytes : int
-        What is alive now and the most that ever was.
-    """
-
-    dtype: DType
+    dtype: DType  # compute format of the matrix products
+    # live_bytes, peak_bytes: what is alive now and the most that ever was.
     live_bytes: int = 0
     peak_bytes: int = 0
     num_kernels: int = 0

@@ -59,10 +59,7 @@ def block_index(segment: str) -> int:
 def segments_of(num_blocks: int, split_blocks: tuple[int, ...] = ()) -> tuple[str, ...]:
     """Return the segments of a model in execution order.
 
-    Raises
-    ------
-    ModelError
-        If a block to be split does not exist.
+    Raises ModelError if a block to be split does not exist.
     """
     unknown = [i for i in split_blocks if not 0 <= i < num_blocks]
     if unknown:
@@ -143,21 +140,14 @@ class ParamGroup(BaseModel):
 
 
 class Latents(BaseModel):
-    """Multi-head latent attention: queries, keys and values go through narrow latents (DeepSeek-V2 and V3).
-
-    Attributes
-    ----------
-    query_rank, key_value_rank : int
-        Widths of the latents; 0 where queries have none.
-    value_dim : int
-        Width of a head's values; those of queries and keys are the model's ``head_dim``.
-    """
+    """Multi-head latent attention: queries, keys and values go through narrow latents (DeepSeek-V2 and V3)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # query_rank, key_value_rank: widths of the latents; 0 where queries have none.
     query_rank: ElementsOrNone
     key_value_rank: Extent
-    value_dim: Extent
+    value_dim: Extent  # width of a head's values; those of queries and keys are the model's `head_dim`
 
 
 class ModelSpec(BaseModel):

@@ -3,8 +3,6 @@
 "Full fine-tuning" is 2 to 25 bytes a parameter, by recipe. A recipe here is data: bytes for each parameter, and what an update needs
 beside them. What does not depend on the model's size, such as activations, is counted in :mod:`costmodel.models.training`.
 
-References
-----------
 .. [1] S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 3.1.
 .. [2] T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, section 3: blocks of 64 weights, constants of
    256 blocks quantized again.
@@ -37,38 +35,25 @@ class TrainingRecipe:
     Attributes
     ----------
     name, description : str
-    trained : str
-        ``"block"`` trains one block at a time.
-    weight_bits : float
-        Of a matrix inside the blocks, scales included. Other weights have 16 bits.
-    gradient_bytes, master_bytes, state_bytes : float
-        For each trained parameter. Those of adapters depend on their own format.
-    update_bytes : float
-        Temporaries of an update, for each trained parameter.
-    in_backward : bool
-        Whether a parameter is updated as soon as its gradient is known, which is then freed.
-    subspace_rank : int
-        Rank that gradients of matrices are projected to before the optimizer sees them; 0 for none.
-    has_backward : bool
-        Whether there is a backward pass; zeroth order has forwards alone.
-    is_paged : bool
-        Whether the state is managed memory, which torch's allocator does not count and the host takes where the device is full.
-    on_host : tuple of str
-        What lies in host memory: of ``"weights"``, ``"gradients"``, ``"state"``.
     """
 
     name: str
     description: str
-    trained: Trained = "all"
-    weight_bits: float = 16
+    trained: Trained = "all"  # `"block"` trains one block at a time
+    weight_bits: float = 16  # of a matrix inside the blocks, scales included. Other weights have 16 bits
+    # gradient_bytes, master_bytes, state_bytes: for each trained parameter. Those of adapters depend on their own format.
     gradient_bytes: float = 2
     master_bytes: float = 0
     state_bytes: float = 4
-    update_bytes: float = 2
+    update_bytes: float = 2  # temporaries of an update, for each trained parameter
+    # Whether a parameter is updated as soon as its gradient is known, which is then freed.
     in_backward: bool = False
+    # Rank that gradients of matrices are projected to before the optimizer sees them; 0 for none.
     subspace_rank: int = 0
-    has_backward: bool = True
+    has_backward: bool = True  # whether there is a backward pass; zeroth order has forwards alone
+    # Whether the state is managed memory, which torch's allocator does not count and the host takes where the device is full.
     is_paged: bool = False
+    # What lies in host memory: of `"weights"`, `"gradients"`, `"state"`.
     on_host: tuple[Literal["weights", "gradients", "state"], ...] = ()
 
     @property
@@ -157,10 +142,7 @@ float32 constant for 256 of them."""
 def recipe_of(name: str) -> TrainingRecipe:
     """Return the recipe of that name.
 
-    Raises
-    ------
-    PlanError
-        If there is none.
+    Raises PlanError if there is none.
     """
     recipe = RECIPES.get(name.lower())
     if recipe is None:

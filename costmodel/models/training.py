@@ -45,30 +45,17 @@ _ZERO3_FRAGMENTED = 0.1
 
 @dataclass(frozen=True)
 class CodeQuirks:
-    """What a training framework keeps beside the recipe.
+    """What a training framework keeps beside the recipe."""
 
-    Attributes
-    ----------
-    num_loss_tensors : int
-        Float32 copies of the logits at the loss: log-probabilities, their gradient and the loss's own by autograd alone.
-    narrow_loss : bool
-        Whether the loss is computed in 16 bits.
-    widens_gradients : bool
-        Whether an update first makes float32 copies of the gradients, behind a flat copy in 16 bits (DeepSpeed).
-    whole_gradients : bool
-        Whether shards keep unsharded gradients while they accumulate, frozen weights' among them (FSDP's ``no_sync``).
-    drops_inputs : bool
-        Whether adapters drop out parts of their inputs.
-    fuses_norms : bool
-        Whether norms keep their input alone (compiled, or a kernel of their own).
-    """
-
+    # Float32 copies of the logits at the loss: log-probabilities, their gradient and the loss's own by autograd alone.
     num_loss_tensors: int = 3
-    narrow_loss: bool = False
+    narrow_loss: bool = False  # whether the loss is computed in 16 bits
+    # Whether an update first makes float32 copies of the gradients, behind a flat copy in 16 bits (DeepSpeed).
     widens_gradients: bool = False
+    # Whether shards keep unsharded gradients while they accumulate, frozen weights' among them (FSDP's `no_sync`).
     whole_gradients: bool = False
-    drops_inputs: bool = False
-    fuses_norms: bool = False
+    drops_inputs: bool = False  # whether adapters drop out parts of their inputs
+    fuses_norms: bool = False  # whether norms keep their input alone (compiled, or a kernel of their own)
 
 
 @dataclass(frozen=True)
@@ -77,31 +64,20 @@ class TrainingRun:
 
     Attributes
     ----------
-    model : ModelSpec
-        The base, without adapters.
     recipe : TrainingRecipe
-    batch, seq, accumulation : int
-        Sequences of a micro-batch, tokens of each, and micro-batches before an update.
     dtype : str
     num_devices : int
     sharding : str
     num_adapter_parameters : int
-    adapter_inputs, adapter_outputs : int
-        Sums of the widths that a block's adapters read and write.
     adapter_dtype : str
-    wide_norms : bool
-        Whether norms, embedding and head are float32, and so is what blocks hand on.
     checkpointing : str
-    chunks_loss : bool
-        Whether logits of few tokens exist in float32 at a time.
-    unlike_lengths : bool
-        Whether sequences differ in length.
     attention : str
     quirks : CodeQuirks
     """
 
-    model: ModelSpec
+    model: ModelSpec  # the base, without adapters
     recipe: TrainingRecipe
+    # batch, seq, accumulation: sequences of a micro-batch, tokens of each, and micro-batches before an update.
     batch: int
     seq: int
     accumulation: int = 1
@@ -109,13 +85,14 @@ class TrainingRun:
     num_devices: int = 1
     sharding: Sharding = "none"
     num_adapter_parameters: int = 0
+    # adapter_inputs, adapter_outputs: sums of the widths that a block's adapters read and write.
     adapter_inputs: int = 0
     adapter_outputs: int = 0
     adapter_dtype: DType = "float32"
-    wide_norms: bool = False
+    wide_norms: bool = False  # whether norms, embedding and head are float32, and so is what blocks hand on
     checkpointing: Checkpointing = "full"
-    chunks_loss: bool = False
-    unlike_lengths: bool = False
+    chunks_loss: bool = False  # whether logits of few tokens exist in float32 at a time
+    unlike_lengths: bool = False  # whether sequences differ in length
     attention: AttentionImpl = "sdpa"
     quirks: CodeQuirks = CodeQuirks()
 

@@ -1,7 +1,5 @@
 """A run of one of the simulators, and what it shows: its timeline, with like steps left out, and memory over time.
 
-Examples
---------
 A staging buffer of 64 bytes for the whole run, and a hidden state of 8 that is there from the first instruction that touches it to the
 last:
 
@@ -46,17 +44,10 @@ _Change = tuple[float, Space, str, int]
 
 
 class SimulatorRun(Protocol):
-    """One simulation of a fixed number of steps.
+    """One simulation of a fixed number of steps."""
 
-    Attributes
-    ----------
-    cycle : Repeat or None
-        How steps repeat from now on, once that is known.
-    shortened : int or None
-        Steps of a run that shows all there is to see, where some may be left out; the run then stops.
-    """
-
-    cycle: Repeat | None
+    cycle: Repeat | None  # how steps repeat from now on, once that is known
+    # Steps of a run that shows all there is to see, where some may be left out; the run then stops.
     shortened: int | None
 
     def run_to_end(self) -> None:
@@ -69,10 +60,7 @@ class SimulatorRun(Protocol):
 def run_simulator(world: World, start: Callable[[int], SimulatorRun], num_steps: int | None) -> Timeline:
     """Return the timeline of a run, by the simulator that `start` makes for a number of steps.
 
-    Raises
-    ------
-    ProgramError
-        If the number of steps is negative.
+    Raises ProgramError if the number of steps is negative.
     """
     if num_steps is not None and num_steps < 0:
         message = f"cannot simulate {num_steps} steps"

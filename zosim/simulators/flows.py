@@ -4,8 +4,6 @@ The same sharing as :class:`zosim.simulators.simulate.Fluid`, for activities by 
 instant settled together. Rows that no resource joins, not even through others, are components of the network that do not touch; only those
 parts are solved in which something started or ended, and sets of running activities that come again are not solved again.
 
-Examples
---------
 Two ranks over one link of capacity 10, of which each asks for 8 at full speed (a rate of 1). Both have 4 s of work; they run
 at 5/8 of it, and end after 6.4 s:
 
@@ -55,15 +53,13 @@ class SharedClass(NamedTuple):
     resources : array of shape (num_ranks, num_uses)
         Number of each resource used, by position among the template's ranks; -1 for what never limits.
     uses : array of shape (num_uses,)
-    first_rank : int
-        Where the template's ranks begin.
     """
 
     bound: float
     weight: float
     resources: Ints
     uses: Floats
-    first_rank: int
+    first_rank: int  # where the template's ranks begin
 
 
 class FlowTable:
@@ -110,14 +106,9 @@ class FlowTable:
     def class_of(self, activity: Activity, own: list[dict[str, str]], first_rank: int) -> int:
         """Return the number of an activity's class, -1 if nothing limits it on any rank of its template.
 
-        Parameters
-        ----------
-        activity : Activity
-            Of the template.
-        own : list of dict
-            For each rank of the template, its resource by the template's.
-        first_rank : int
-            Where the template's ranks begin.
+        - `activity`: of the template.
+        - `own`: for each rank of the template, its resource by the template's.
+        - `first_rank`: where the template's ranks begin.
         """
         key = activity.bound, activity.weight, activity.uses, first_rank
         if key not in self._known:
@@ -270,8 +261,6 @@ def _component_of(one: Ints, other: Ints, num_nodes: int) -> Ints:
 
     (scipy has this, and takes as long to import as a plan does to make.)
 
-    Examples
-    --------
     >>> _component_of(np.array([0, 1, 3]), np.array([4, 4, 5]), 6).tolist()
     [0, 0, 2, 3, 0, 3]
     """

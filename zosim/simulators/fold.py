@@ -10,13 +10,9 @@ because members start alike. A resource that serves one at a time does depend on
 rank order), so ranks that share such a resource are each a class of their own. Ranks at different places of a group
 along which messages go are told apart, too: equals then send to equals.
 
-References
-----------
 .. [1] C. Berkholz, P. Bonsma, M. Grohe, "Tight lower and upper bounds for the complexity of canonical colour
    refinement", Theory of Computing Systems 60(4), 2017: colour refinement computes the coarsest equitable partition.
 
-Examples
---------
 Two ranks that do the same on one CPU, whose cores and memory they share, are one that stands for both:
 
 >>> from costmodel import read_model_spec

@@ -39,10 +39,7 @@ def simulate_many(
     ranks : collection of int, optional
         Positions in the world of those whose spans are listed; all unless given.
 
-    Raises
-    ------
-    ProgramError
-        As for :func:`~zosim.simulators.simulate.simulate`.
+    Raises ProgramError as for :func:`~zosim.simulators.simulate.simulate`.
     """
     listed = sorted(range(world.size) if ranks is None else ranks)
     return run_simulator(world, lambda steps: Lockstep(world, steps, listed), num_steps)
@@ -51,10 +48,7 @@ def simulate_many(
 def periodic_step_s(world: World) -> float:
     """Return the seconds per step once steps repeat, without listing anything.
 
-    Raises
-    ------
-    ProgramError
-        As for :func:`~zosim.simulators.simulate.simulate`.
+    Raises ProgramError as for :func:`~zosim.simulators.simulate.simulate`.
     """
     with without_garbage_collection():
         run = Lockstep(world, MAX_UNLIKE_STEPS, ())
@@ -71,13 +65,11 @@ class Times:
     Attributes
     ----------
     start_s, end_s : array of float
-    num_pending : array of int
-        How many others each instruction still waits for.
     """
 
     start_s: Floats
     end_s: Floats
-    num_pending: Counts
+    num_pending: Counts  # how many others each instruction still waits for
 
 
 class RankClass:
@@ -227,10 +219,7 @@ class Lockstep:
     def run_to_end(self) -> None:
         """Run to the end, or until the rest is known.
 
-        Raises
-        ------
-        ProgramError
-            If instructions wait for each other in a circle.
+        Raises ProgramError if instructions wait for each other in a circle.
         """
         # Prologue, first step and flush may begin at once; later steps are opened when something waits for them.
         for position in sorted({0, 1, self.num_steps + 1}):

@@ -2,8 +2,6 @@
 
 Every simulator asks this one detector, the closed form and those on events alike: it looks at times alone.
 
-Examples
---------
 One instruction that takes 2 s in the first step and 3 s in all later ones, by start and end of each:
 
 >>> detector = PeriodDetector()
@@ -29,8 +27,6 @@ MAX_CYCLE = 4
 class PeriodDetector:
     """Looks for a cycle in the times of completed steps.
 
-    Notes
-    -----
     Streams run in order and dependencies reach back at most ``depth`` steps, so the state of a run at the end of
     step ``k`` is what has started by then and how far it has come. Nothing of a step later than ``k + a`` has
     started, where ``a`` is how far streams run ahead. If every instruction of the steps ``k - a - d - p + 1 .. k``
@@ -49,15 +45,10 @@ class PeriodDetector:
     def completed(self, times: Array, run_ahead: int = 0, others_until_s: float = 0.0) -> Repeat | None:
         """Take in the next step, and return the cycle that it completes, if any.
 
-        Parameters
-        ----------
-        times : array
-            Starts and ends of the step's instructions, in seconds, always in the same order.
-        run_ahead : int
-            How many steps later the latest step is of which anything has started.
-        others_until_s : float
-            When the last instruction that is of no step ended, infinity while one is running: prologue and flush share resources,
-            too, so what runs beside them says nothing about later steps, and the run is taken to begin after it.
+        - `times`: starts and ends of the step's instructions, in seconds, always in the same order.
+        - `run_ahead`: how many steps later the latest step is of which anything has started.
+        - `others_until_s`: when the last instruction that is of no step ended, infinity while one is running: prologue and flush
+          share resources, too, so what runs beside them says nothing about later steps, and the run is taken to begin after it.
         """
         if times.min() < others_until_s:
             self._first_step += len(self._times) + 1

@@ -34,10 +34,7 @@ class RunGraph:
     graphs : list of StepGraph
         Of each rank; ranks of one template share theirs. The host's work before a step is a node where it takes time.
 
-    Raises
-    ------
-    ProgramError
-        If a dependency names no instruction.
+    Raises ProgramError if a dependency names no instruction.
     """
 
     def __init__(self, world: World, num_steps: int) -> None:
@@ -56,10 +53,7 @@ class RunGraph:
     def nodes(self, position: int) -> list[Node]:
         """Return the nodes at a position with their edges, each after those of its position that it waits for.
 
-        Raises
-        ------
-        ProgramError
-            If instructions wait for each other in a circle.
+        Raises ProgramError if instructions wait for each other in a circle.
         """
         # Steps that reach back to steps alone are alike.
         key = self.max_distance + 1 if self.max_distance < position <= self.num_steps else position

@@ -11,8 +11,6 @@ Rates are compared as ``x_i / w_i``: weights say what one activity's unit is wor
 This is the linear model of flow-level simulators. It is exact for a bandwidth that a protocol divides evenly, and
 an approximation where it stands for a scheduler or a memory controller.
 
-References
-----------
 .. [1] Bertsekas and Gallager, Data Networks, 2nd ed., section 6.5.2: max-min flow control, progressive filling.
 """
 

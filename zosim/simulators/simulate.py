@@ -12,8 +12,6 @@ arrive at a first-in-first-out resource at the same instant are served by rank, 
 Steps that have become periodic are not simulated again (:mod:`zosim.simulators.periodic`): the time that a simulation takes grows
 with the number of unlike steps.
 
-Examples
---------
 Two copies of 3 s over one link, each of which could fill it; the second starts a second later. They share the link from 1 s
 to 5 s, when the first has had its 3 s; the second then has 1 s left.
 
@@ -92,10 +90,7 @@ def simulate(
 def simulate_world(world: World, *, num_steps: int | None = None) -> Timeline:
     """Return the predicted timeline of all ranks of a world, one simpy process per rank and stream.
 
-    Raises
-    ------
-    ProgramError
-        As for :func:`simulate`.
+    Raises ProgramError as for :func:`simulate`.
     """
     return run_simulator(world, lambda steps: _SimpyRun(world, steps), num_steps)
 
@@ -320,24 +315,16 @@ class _Running:
 
     Attributes
     ----------
-    key : tuple of (int, int)
-        Rank and stream: those that arrive at one instant count as arrived in this order.
     done : simpy.Event
-    since_s : float
-        When its speed last changed.
-    left_s : float
-        Seconds that were left then at full speed.
-    speed : float
-        Part of its full speed.
     end_s : float
     """
 
     activity: Activity
-    key: tuple[int, int]
+    key: tuple[int, int]  # rank and stream: those that arrive at one instant count as arrived in this order
     done: simpy.Event
-    since_s: float
-    left_s: float
-    speed: float = 0.0
+    since_s: float  # when its speed last changed
+    left_s: float  # seconds that were left then at full speed
+    speed: float = 0.0  # part of its full speed
     end_s: float = math.inf
 
 
