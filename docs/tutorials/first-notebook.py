@@ -3,9 +3,9 @@
 # %% [markdown]
 # # Your first notebook
 #
-# You will plan, simulate, train and compare in a notebook, where results show themselves as tables and pictures.
-# You need zosim with torch ([install](../how-to/install.md)), and Jupyter or another editor of notebooks. The same stands as
-# `first-notebook.ipynb` and `first-notebook.py` in this folder.
+# You will plan, simulate, train and compare in a notebook, where results appear as tables and pictures.
+# You need zosim with torch ([install](../how-to/install.md)), and Jupyter or another editor of notebooks. This folder has the lesson as
+# `first-notebook.ipynb` and `first-notebook.py`, too.
 #
 # ## 1. Plan
 #
@@ -18,18 +18,18 @@ decision = zosim.plan("opt-1.3b", "rtx4090-2x", batch=8, seq=256, dtype="float16
 decision
 
 # %% [markdown]
-# `decision.to_pandas()` has a row for each candidate, where pandas is installed.
+# With pandas installed, `decision.to_pandas()` returns a row for each candidate.
 #
 # ## 2. Simulate
 #
-# A simulated plan shows its timeline: a step of the rank that ends last, a row for each stream.
+# A simulated plan shows the timeline of one step, with a row for each stream, for the rank that ends last.
 
 # %%
 simulated = zosim.simulate(decision)
 simulated
 
 # %% [markdown]
-# The prediction alone has the busy seconds by label.
+# The prediction lists the busy seconds of each label.
 
 # %%
 simulated.prediction
@@ -37,7 +37,7 @@ simulated.prediction
 # %% [markdown]
 # ## 3. Train
 #
-# A small model comes with zosim. Training shows a line a step on the way, and its losses at the end.
+# A small model comes with zosim. Training prints a line for each step, and draws the losses at the end.
 
 # %%
 from executors.models.pretrain import Recipe, pretrained_model
@@ -49,7 +49,7 @@ run
 # %% [markdown]
 # ## 4. Compare
 #
-# The run beside its prediction, by label. The largest contribution to the error comes first.
+# The run and its prediction, label by label. The largest contribution to the error comes first.
 
 # %%
 comparison = zosim.compare("runs/notebook")
