@@ -6,6 +6,7 @@ import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
+from statistics import quantiles
 from types import ModuleType
 
 import pytest
@@ -62,3 +63,35 @@ def test_the_page_of_files_has_every_key(heading: str) -> None:
     section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
     assert {key for cell in cells for key in re.findall(r"`(\w+)`", cell)} == KEYS_OF[heading]
+
+
+NOT_PROSE = re.compile(
+    r"^---\n.*?^---$|```.*?```|<!--.*?-->|\$\$.*?\$\$|^ {4}.*?$|^[|#!].*?$", re.MULTILINE | re.DOTALL
+)
+ONE_WORD = re.compile(r"`[^`]*`|\$[^$]+\$")
+
+
+def words_of_sentences(text: str) -> list[int]:
+    """Return how many words each sentence of a page has; a formula or a piece of code is one word, a link its text."""
+    prose = ONE_WORD.sub("CODE", NOT_PROSE.sub("\n\n", text))
+    prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\\\n", prose)
+    sentences = [part for paragraph in paragraphs for part in re.split(r"(?<=[.!?])\)?\s", paragraph)]
+    return [count for part in sentences if (count := len(re.findall(r"\w[^\s]*", part)))]
+
+
+def test_sentences_are_counted_as_a_reader_would() -> None:
+    page = "# A title of words\n\nOne two `a b c`. Three $x + y$ [four](five six)!\n\n| a | b |\n\n- Six\n- 7 8\n"
+    assert words_of_sentences(page) == [3, 3, 1, 2]
+
+
+def test_sentences_of_the_pages_are_short() -> None:
+    """Half of them have at most 16 words, nine in ten at most 28."""
+    counts = [
+        count
+        for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+        for count in words_of_sentences(page.read_text(encoding="utf-8"))
+    ]
+    median, nine_in_ten = quantiles(counts, n=2)[0], quantiles(counts, n=10)[8]
+    print(f"{len(counts)} sentences, median {median:g}, 90th percentile {nine_in_ten:g} words")
+    assert (median <= 16, nine_in_ten <= 28) == (True, True)
