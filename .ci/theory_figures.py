@@ -73,7 +73,7 @@ def straight_through() -> Figure:
     ):
         left.plot(
             radii,
-            [evaluate("straight_through", {"radius_in_steps": r, "place_in_steps": place}) for r in radii],
+            [evaluate("straight_through", {"radius_in_steps": r, "value_in_steps": place}) for r in radii],
             color=colour,
             label=name,
         )
@@ -84,7 +84,7 @@ def straight_through() -> Figure:
     for radius, colour in ((0.15, _ORANGE), (0.3, _GREEN), (0.5, _BLUE)):
         right.plot(
             places,
-            [evaluate("straight_through", {"radius_in_steps": radius, "place_in_steps": x}) for x in places],
+            [evaluate("straight_through", {"radius_in_steps": radius, "value_in_steps": x}) for x in places],
             color=colour,
             label=f"radius {radius:g}",
         )

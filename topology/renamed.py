@@ -11,7 +11,7 @@ from the top of the file and what its last key, or a value of it, is called now:
         "constants.name=draw.*": "sampling.*",  # what values begin with
         "nodes.*.kind": "type",  # * is any key; lists are looked through, so nodes may be one
         "**.kind=draw": "sample",  # ** is any depth
-        "*.op[kind:send].group": "process_group",  # of an op whose kind is send
+        "*.op[type:send].group": "process_group",  # of an op whose type is send
     }
 """
 

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, model_validator
 from topology.errors import RunError
 from zosim.plans import Section, Setting
 
-Kind = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class LearningRate(Section):
@@ -30,7 +30,7 @@ class LearningRate(Section):
 
     Examples
     --------
-    >>> [LearningRate(kind="linear", learning_rate=1.0, num_steps=4).at(t) for t in range(5)]
+    >>> [LearningRate(schedule="linear", learning_rate=1.0, num_steps=4).at(t) for t in range(5)]
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
@@ -39,8 +39,8 @@ class LearningRate(Section):
     model_config = ConfigDict(strict=True)
 
     # ``"constant"``, ``"linear"`` (to zero) or ``"cosine"`` (half a period, to zero).
-    kind: Annotated[
-        Kind, Setting("--lr-schedule", "Schedule of the learning rate after the warm-up.", "numbers")
+    schedule: Annotated[
+        Schedule, Setting("--lr-schedule", "Schedule of the learning rate after the warm-up.", "numbers")
     ] = "constant"
     # The largest rate, ``lr0``.
     learning_rate: Annotated[float, Setting("--lr", "Peak learning rate.", "numbers")] = 1e-6
@@ -49,12 +49,12 @@ class LearningRate(Section):
         int,
         Setting(
             "--steps",
-            "Number of steps of the whole run, earlier parts of a resumed run included.",
+            "Number of steps of the whole run, earlier parts of a resumed run included. Required unless --resume.",
             "numbers",
             heading="Run",
         ),
     ]
-    # Steps ``W`` over which the rate climbs linearly before `kind` takes over.
+    # Steps ``W`` over which the rate climbs linearly before `schedule` takes over.
     warmup_steps: Annotated[
         int, Setting("--warmup", "Number of warm-up steps before the peak learning rate.", "numbers")
     ] = 0
@@ -83,9 +83,9 @@ class LearningRate(Section):
             raise ValueError(message)
         if step < self.warmup_steps:
             return self.learning_rate * ((step + 1) / (self.warmup_steps + 1))
-        if self.kind == "constant":
+        if self.schedule == "constant":
             return self.learning_rate
         past = min(step, self.num_steps) - self.warmup_steps
         progress = past / (self.num_steps - self.warmup_steps)
-        decay = 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        decay = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.learning_rate * decay

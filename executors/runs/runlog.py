@@ -221,6 +221,7 @@ def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 RENAMED: Mapping[str, str] = {
     "run.schedule": "learning_rate",
+    "run.learning_rate.kind": "schedule",
     "run.save_as=codes": "compressed-tensors",
     "run.save_as=zosim-codes": "zosim",
     "finished.moved_codes": "quantized_updates",

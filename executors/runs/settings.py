@@ -53,7 +53,7 @@ class DataSettings(Section):
         str,
         Setting(
             "--data",
-            "Training data as JSON lines, with input_ids and labels, or with fields of text.",
+            "Training data as JSON lines, with input_ids and labels, or with fields of text for --template. Required unless --resume.",
         ),
     ] = ""
     template: Annotated[
@@ -189,12 +189,14 @@ class RunOptions(Section):
         str,
         Setting(
             "--model",
-            "Base weights: a model directory, or the name of a cached model.",
+            "Base weights: a model directory, or the name of a cached model. Required unless --resume.",
             "numbers",
             heading="Model and data",
         ),
     ] = ""
-    out: Annotated[str, Setting("--out", "Directory for the run's log and weights.", heading="Output")] = ""
+    out: Annotated[
+        str, Setting("--out", "Directory for the run's log and weights. Required.", heading="Output")
+    ] = ""
     seed: Annotated[
         Seed,
         Setting(
@@ -354,7 +356,12 @@ class RunOptions(Section):
     ] = False
     tensorboard: Annotated[
         bool,
-        Setting("--tensorboard", "Write TensorBoard logs, if TensorBoard is installed.", heading="Output"),
+        Setting(
+            "--tensorboard",
+            "Write TensorBoard logs, if TensorBoard is installed.",
+            heading="Output",
+            expert=True,
+        ),
     ] = True
     num_timed_steps: int = 100  # steps whose spans are kept
     log_every: int = 1  # steps between the lines that are printed; the files have every step
@@ -529,7 +536,7 @@ class RunSettings:
             "data_sha256": data_sha256,
             "truncate": plan.seq if self.data.truncate else None,
             # Under a constant rate a run may be prolonged, where nothing is rounded at its end.
-            "steps": None if rate.kind == "constant" and not is_rounded else rate.num_steps,
+            "steps": None if rate.schedule == "constant" and not is_rounded else rate.num_steps,
             "lora": None if self.lora is None else self.lora.model_dump(mode="json", exclude_defaults=True),
         }
         if self.prefix is not None:

@@ -154,7 +154,7 @@ class BufferStore:
         self.values: dict[tuple[str, int], Any] = {}
         self.peak_bytes: dict[tuple[Space, str], int] = {}
         self._check_program()
-        started_empty = {op.buffer for _, i in program.instructions() if (op := i.op).kind == "allocate"}
+        started_empty = {op.buffer for _, i in program.instructions() if (op := i.op).type == "allocate"}
         for buffer in self._flat_buffers():
             self._flat[buffer.name] = None
             if buffer.name not in started_empty:

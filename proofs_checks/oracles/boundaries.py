@@ -9,14 +9,14 @@ from proofs_checks.oracles.registry import NonNegative, Positive, Real, oracle
 
 
 @oracle("SparQ Lemma 1 and Remark 1: the smoothing radius against the step of the grid; Poisson's sum")
-def straight_through(radius_in_steps: Positive, place_in_steps: Real) -> float:
+def straight_through(radius_in_steps: Positive, value_in_steps: Real) -> float:
     """Return ∂/∂x E[C(x + μu)] for rounding to the nearest: what is left of a derivative of 1.
 
     Parameters
     ----------
     radius_in_steps : float
         ``μ/s``, with the step ``s`` of the grid.
-    place_in_steps : float
+    value_in_steps : float
         ``x/s``.
 
     Notes
@@ -29,15 +29,15 @@ def straight_through(radius_in_steps: Positive, place_in_steps: Real) -> float:
     >>> round(straight_through(1.0, 0.0), 6), round(straight_through(0.1, 0.0), 6)
     (1.0, 3e-05)
     """
-    radius, place = radius_in_steps, place_in_steps
+    radius, value = radius_in_steps, value_in_steps
     if radius < 0.5:
-        nearest = math.floor(place)
+        nearest = math.floor(value)
         return math.fsum(
-            math.exp(-(((place - k - 0.5) / radius) ** 2) / 2) / (radius * math.sqrt(2 * math.pi))
+            math.exp(-(((value - k - 0.5) / radius) ** 2) / 2) / (radius * math.sqrt(2 * math.pi))
             for k in range(nearest - 22, nearest + 23)
         )
     return 1 + 2 * math.fsum(
-        (-1.0) ** m * math.exp(-2 * (math.pi * m * radius) ** 2) * math.cos(2 * math.pi * m * place)
+        (-1.0) ** m * math.exp(-2 * (math.pi * m * radius) ** 2) * math.cos(2 * math.pi * m * value)
         for m in range(1, 60)
     )
 

@@ -129,7 +129,7 @@ def _timed(program: Program) -> Program:
         if isinstance(op, Send | Recv):
             work = Work(link_bytes=item.work.link_bytes)
         elif isinstance(op, Forward | Backward):
-            key = op.kind, op.microbatch
+            key = op.type, op.microbatch
             param_pass_bytes = 10**13 if isinstance(op, Forward) else 2 * 10**13
             work = Work() if key in seen else Work(param_pass_bytes=param_pass_bytes)
             seen.add(key)

@@ -172,7 +172,7 @@ def _statistics(rows: int, columns: int, density: float, bits: int = 4) -> Symbo
 
 
 def check_index_cost(_context: Context) -> Outcome:
-    """Compare index messages of rows of one length with ρd times the bits of a value and a place."""
+    """Compare index messages of rows of one length with ρd times the bits of a value and an index."""
     parts = {}
     rows, columns, bits = 64, 4096, 4
     for density in (0.01, 0.05, 0.2):
@@ -196,7 +196,7 @@ def check_index_cost(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-def check_place_cost(_context: Context) -> Outcome:
+def check_index_width(_context: Context) -> Outcome:
     """Show that a kept value costs more in a longer row, that bitmaps cost d bits, and where sparse is larger than dense."""
     short, long = (_statistics(2**24 // n, n, 0.01) for n in (2**4, 2**16))
     per_value = [index_bytes(stats) * 8 / stats.num_kept for stats in (short, long)]
@@ -294,10 +294,10 @@ def check_feedback(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-@planted("costmodel.formats.codecs:index_bits", "places of one bit less")
-def _short_places(shipped, num_columns):
-    place, count = shipped(num_columns)
-    return max(0, place - 1), count
+@planted("costmodel.formats.codecs:index_bits", "indices of one bit less")
+def _short_indices(shipped, num_columns):
+    width, count = shipped(num_columns)
+    return max(0, width - 1), count
 
 
 @planted("executors.codecs.grids:fitted", "one bit with a zero")
@@ -335,11 +335,11 @@ CHECKS: Checks = {
         reading("a contraction, as the formula says", check_contracts, rounding_up),
         reading("unbiased, as the title says", check_is_unbiased),
     ),
-    "sparq-sparse-cost-in-places": (
-        conditioned(check_index_cost, _short_places),
+    "sparq-sparse-cost-of-indices": (
+        conditioned(check_index_cost, _short_indices),
         counterexample(
-            check_place_cost,
-            _short_places,
+            check_index_width,
+            _short_indices,
             Fault(
                 "a bitmap without its bits",
                 "costmodel.formats.codecs:bitmap_bytes",

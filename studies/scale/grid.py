@@ -195,11 +195,11 @@ class _GridCosts:
 
     def _seconds(self, instruction: Instruction, work: Work) -> Floats:
         direction = self._machine.direction(self._program, instruction)
-        key = work, direction, instruction.op.kind == "collective" and instruction.op
+        key = work, direction, instruction.op.type == "collective" and instruction.op
         if key not in self._known:
             read = _Read(self._machine.profile, self._bound)
             work_terms(work, read, direction)
-            names = read.kinds | ({LINKS} if work.copy_bytes else set())
+            names = read.constant_groups | ({LINKS} if work.copy_bytes else set())
             changed = replace(instruction, work=work)
             self._known[key] = self._along(
                 names, lambda machine: machine.activity(self._program, changed, self._bound).seconds
@@ -227,14 +227,14 @@ class _Read(dict[str, float]):
 
     def __init__(self, profile: Profile, bound: Bound) -> None:
         super().__init__(profile.values(bound))
-        self.kinds: set[str] = set()
+        self.constant_groups: set[str] = set()
 
     def __getitem__(self, name: str) -> float:
-        self.kinds.add(name.partition(".")[0])
+        self.constant_groups.add(name.partition(".")[0])
         return super().__getitem__(name)
 
     def get(self, name: str, default: float | None = None) -> float | None:  # type: ignore[override]
-        self.kinds.add(name.partition(".")[0])
+        self.constant_groups.add(name.partition(".")[0])
         return super().get(name, default)
 
 

@@ -279,7 +279,7 @@ def through_rounding():
             2 * radius
         )
         assert mean == pytest.approx(
-            evaluate("straight_through", {"radius_in_steps": radius, "place_in_steps": place}), abs=2e-3
+            evaluate("straight_through", {"radius_in_steps": radius, "value_in_steps": place}), abs=2e-3
         )
 
 

@@ -291,7 +291,7 @@ class Case:
     def rate(self) -> LearningRate:
         """Learning rates."""
         return LearningRate(
-            kind=self["learning_rate.kind"],
+            schedule=self["learning_rate.schedule"],
             learning_rate=RATE,
             num_steps=NUM_STEPS,
             warmup_steps=self["learning_rate.warmup_steps"],

@@ -194,10 +194,13 @@ def test_programs_whose_operations_and_dependencies_say_group_are_read():
     programs = lower_all(zosim.plan("opt-1m", "cpu-laptop", mesh="data=2", **options).plan)
     stages = lower_all(zosim.plan("opt-1m", "cpu-laptop", seq=16, mesh="stage=2").plan)
     now = programs.to_json() + stages.to_json()
-    kinds = re.findall(r'"kind": "(\w+)"[^}]*"(?:param|process)_group"', now)
-    assert {"collective", "send", "recv", "sample", "perturb", "update"} <= set(kinds)
+    types = re.findall(r'"type": "(\w+)"[^}]*"(?:param|process)_group"', now)
+    assert {"collective", "send", "recv", "sample", "perturb", "update"} <= set(types)
     for current in (programs, stages):
-        old = re.sub('"(param|process)_group"', '"group"', current.to_json())
+        old = re.sub('"(param|process)_group"', '"group"', current.to_json()).replace(
+            '"op": {"type"', '"op": {"kind"'
+        )
+        assert '{"kind": "collective"' in old or '{"kind": "send"' in old
         assert ProgramSet.from_data(json.loads(old), "old.json") == current
 
 

@@ -51,12 +51,13 @@ RENAMED: Mapping[str, str] = {
     "**.codec_work.*=quantise_s*": "quantize_s*",
     "**.codec_work.*=dequantise_s": "dequantize_s",
     "*.after.group": "process_group",
-    "*.op[kind:collective].group": "process_group",
-    "*.op[kind:send].group": "process_group",
-    "*.op[kind:recv].group": "process_group",
+    "*.op.kind": "type",
+    "*.op[type:collective].group": "process_group",
+    "*.op[type:send].group": "process_group",
+    "*.op[type:recv].group": "process_group",
     "*.op.group": "param_group",
 }
-"""Fields, and kinds of operations, that were renamed of a program (:mod:`topology.renamed`)."""
+"""Fields, and types of operations, that were renamed of a program (:mod:`topology.renamed`)."""
 
 ALIGNMENT_BYTES = 64
 """Tensors of a bucket start at multiples of this where nothing asks for more: misaligned weights change the bits of a product."""
@@ -142,7 +143,7 @@ class Program(Document):
         data = {"version": PROGRAM_VERSION, **_ADAPTER.dump_python(self, mode="json", exclude_defaults=True)}
         for phase in PHASES:
             for instruction, written in zip(getattr(self, phase), data.get(phase, ()), strict=False):
-                written["op"] = {"kind": instruction.op.kind, **written["op"]}
+                written["op"] = {"type": instruction.op.type, **written["op"]}
         return data
 
     @classmethod

@@ -16,21 +16,21 @@ from zosim.eval_points import WrittenEvalPoint
 class Load:
     """The batch of this step, put where the forwards read it by the host loop."""
 
-    kind: Literal["load"] = "load"
+    type: Literal["load"] = "load"
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Bytes moved between memories, as they are."""
 
-    kind: Literal["copy"] = "copy"
+    type: Literal["copy"] = "copy"
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
     """The first read, converted to the dtype of the buffer written."""
 
-    kind: Literal["cast"] = "cast"
+    type: Literal["cast"] = "cast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Allocate:
     """A buffer's memory, taken from the device's allocator (not from a cache)."""
 
     buffer: str
-    kind: Literal["allocate"] = "allocate"
+    type: Literal["allocate"] = "allocate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Free:
     """A buffer's memory, given back."""
 
     buffer: str
-    kind: Literal["free"] = "free"
+    type: Literal["free"] = "free"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Sample:
     lazy_steps: int = 1
     # Whether an update uses it alone, for a distribution that samples again for that.
     for_update: bool = False
-    kind: Literal["sample"] = "sample"
+    type: Literal["sample"] = "sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Perturb:
     param_group: str
     scale: int
     perturbation: int = 0
-    kind: Literal["perturb"] = "perturb"
+    type: Literal["perturb"] = "perturb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Update:
     step: int = 0
     perturbation: int = 0
     divisor: float = 1.0  # what `g` is divided by before
-    kind: Literal["update"] = "update"
+    type: Literal["update"] = "update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Forward:
     # Of the head: tokens that sequences are continued by, for a reward. All but the first take forwards of the whole model, which this
     # one has in it.
     num_new_tokens: int = 0
-    kind: Literal["forward"] = "forward"
+    type: Literal["forward"] = "forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Backward:
 
     segment: str
     microbatch: int = 0
-    kind: Literal["backward"] = "backward"
+    type: Literal["backward"] = "backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Optimize:
 
     param_group: str
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
-    kind: Literal["optimize"] = "optimize"
+    type: Literal["optimize"] = "optimize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Scalar:
     # labels, `Σ lᵢ·nᵢ / Σ nᵢ` in float64 and in rank order; the loss of a point that one rank alone forwarded stays what it is.
     function: Literal["projected_gradient", "pack_losses", "mean_loss"]
     perturbation: int = 0
-    kind: Literal["scalar"] = "scalar"
+    type: Literal["scalar"] = "scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Collective:
     # reads (simulated only).
     function: CollectiveName
     process_group: str
-    kind: Literal["collective"] = "collective"
+    type: Literal["collective"] = "collective"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +174,14 @@ class Encode:
 
     codec: str = "none"  # of the MLP's activation, where it crosses
     residual_codec: str = "none"  # of the residual stream
-    kind: Literal["encode"] = "encode"
+    type: Literal["encode"] = "encode"
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
     """The tensors that such a message holds."""
 
-    kind: Literal["decode"] = "decode"
+    type: Literal["decode"] = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Send:
 
     process_group: str
     offset: int  # position of the other member in the group, less this one's
-    kind: Literal["send"] = "send"
+    type: Literal["send"] = "send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Recv:
 
     process_group: str
     offset: int
-    kind: Literal["recv"] = "recv"
+    type: Literal["recv"] = "recv"
 
 
 Operation = Annotated[
@@ -223,5 +223,5 @@ Operation = Annotated[
     | Decode
     | Send
     | Recv,
-    Field(discriminator="kind"),
+    Field(discriminator="type"),
 ]

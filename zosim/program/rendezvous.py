@@ -133,7 +133,7 @@ class Side:
                 if not self.run.ordered(first.index, second.index):
                     raise Hazard(
                         f"program {self.program.name}: {name_of(first)} and {name_of(second)}, both "
-                        f"{first.instruction.op.kind} in one group, are not ordered",
+                        f"{first.instruction.op.type} in one group, are not ordered",
                         hint="put them on one stream",
                     )
 

@@ -145,7 +145,7 @@ def _signature(instruction: Instruction) -> tuple[object, ...]:
 
 
 def _sizes(instruction: Instruction) -> str:
-    return f"{instruction.op.kind} of {sum(access.size_bytes for access in instruction.reads)} bytes"
+    return f"{instruction.op.type} of {sum(access.size_bytes for access in instruction.reads)} bytes"
 
 
 def _refuse_shared_hazards(mine: Side, other: Side, joint: Joint, *, flipped: bool, pair: Pair) -> None:

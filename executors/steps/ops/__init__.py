@@ -61,7 +61,7 @@ class Actions:
     def of(self, phase: Phase, instruction: Instruction) -> Action:
         """Return what does `instruction`. Raises ProgramError if its operands do not fit its operation."""
         try:
-            return self._makers[instruction.op.kind](instruction)
+            return self._makers[instruction.op.type](instruction)
         except Unfit as unfit:
             raise ProgramError(
                 f"program {self._name}: {phase}/{instruction.id} {unfit}",

@@ -15,7 +15,8 @@ def test_version_2_called_the_learning_rate_a_schedule() -> None:
     header = {"version": 2, "seed": 3, "run": run}
     upgraded = upgrade(header)
     assert (upgraded["version"], upgraded["seed"]) == (3, 3)
-    assert RunSection.model_validate(upgraded["run"]).learning_rate.model_dump() == rate
+    now = {"schedule": "linear", "learning_rate": 1e-3, "num_steps": 4, "warmup_steps": 1}
+    assert RunSection.model_validate(upgraded["run"]).learning_rate.model_dump() == now
     assert upgrade(upgraded) == upgraded
     assert upgrade({"version": 2, "seed": 3}) == {"version": 3, "seed": 3}
     assert header["run"] is run
