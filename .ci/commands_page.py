@@ -43,7 +43,10 @@ def _sections(path: str, command: Any) -> Iterator[str]:
         return
     arguments = [help_pages.argument_name(item) for item in command.params if _is_argument(item)]
     usage = " ".join([path, *arguments, "[OPTIONS]"])
-    yield f"## {path}\n\n{(command.help or '').strip()}\n\n    {usage}\n"
+    text = (
+        (command.help or "").strip().replace("For example:\n", "For example:\n\n").replace("\n  ", "\n    ")
+    )
+    yield f"## {path}\n\n{text}\n\n    {usage}\n"
     yield from _tables(command)
 
 

@@ -47,13 +47,20 @@ def run(
     launch: Annotated[
         bool,
         typer.Option(
-            help="Start a process per rank, or run one rank in this process.", rich_help_panel="Run"
+            help="Start a process per rank, or run one rank in this process.",
+            rich_help_panel=f"{EXPERT}: Run",
+            hidden=True,
         ),
     ] = True,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Train a model by a plan, or plan first."""
+    """Train a model by a plan, or plan first for this machine.
+
+    For example:
+      zosim run --model my-model --data train.jsonl --steps 1000 --out runs/first
+      zosim run --out runs/first --resume
+    """
     options = config_of(RunConfig, settings)
     summary = _run(options, plan, program=program, launch=launch, arguments=sys.argv[1:])
     if "launch" in summary:

@@ -30,7 +30,10 @@ app = typer.Typer(
     add_completion=False,
 )
 Hardware = Annotated[
-    str, typer.Argument(help="Hardware: a preset such as dgx-h100, a topology file, or host (this machine).")
+    str,
+    typer.Argument(
+        help="Hardware: a name that `zosim topology list` prints, such as dgx-h100; GPUs, such as '2x rtx4090'; a topology file; or host (this machine)."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Topology file to write.")]
@@ -191,7 +194,12 @@ def import_description(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Import the output of NCCL, RCCL, hwloc, nvidia-smi, rocm-smi or amd-smi as a topology."""
+    """Import the output of NCCL, RCCL, hwloc, nvidia-smi, rocm-smi or amd-smi as a topology.
+
+    For example:
+      nvidia-smi topo -m > topo.txt
+      zosim topology import topo.txt --gpu rtx4090 --memory "64 GiB" -o mine.yaml
+    """
     from topology import from_hwloc_xml, from_nccl_xml, from_nvidia_smi_topo, from_rocm_smi_topo
     from topology.importers.safe_xml import MAX_BYTES
 

@@ -28,6 +28,7 @@ class AdapterSettings(Section):
             "Parameters to tune: all, only matrices, or only the linear layers of the blocks (linears).",
             "numbers",
             recorded_as="tuned",
+            expert=True,
         ),
     ] = "all"
     lora_rank: Annotated[
@@ -55,6 +56,7 @@ class AdapterSettings(Section):
             "Scale of LoRA adapters, which add alpha / rank * B A x.",
             "numbers",
             usual="twice the rank",
+            expert=True,
         ),
     ] = None
     lora_lazy_steps: Annotated[

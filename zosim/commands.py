@@ -68,7 +68,12 @@ def plan(
     as_json: Json = False,
     **requested: Any,
 ) -> None:
-    """Choose the fastest plan that fits the hardware, and explain the choice."""
+    """Choose the fastest plan that fits the hardware, and explain the choice.
+
+    For example:
+      zosim plan --model my-model --hardware "2x rtx4090" --batch 8 --seq 512
+      zosim plan --model opt-13b --max-device-memory 20GiB -o plan.json
+    """
     if compare is None and (zeroth_order_steps or first_order_steps):
         raise PlanError("steps to a target need --compare", hint="add --compare first-order")
     decision = api.plan(**requested)

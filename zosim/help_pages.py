@@ -143,7 +143,10 @@ def _page(command: Any, ctx: Any) -> Iterator[str]:
     )
     for paragraph in (command.help or "").strip().split("\n\n"):
         yield ""
-        yield from _wrapped(" ".join(paragraph.split()), width, "")
+        if paragraph.startswith("For example:\n"):  # lines to copy
+            yield from paragraph.splitlines()
+        else:
+            yield from _wrapped(" ".join(paragraph.split()), width, "")
     if commands:
         listed = [command.get_command(ctx, name) for name in command.list_commands(ctx)]
         rows = [(item.name, (item.help or "").strip().partition("\n")[0]) for item in listed]

@@ -38,7 +38,7 @@ ProfileFile = Annotated[Path | None, _PROFILE]
 Hardware = Annotated[
     str | None,
     typer.Option(
-        help="Hardware to use: a preset such as dgx-h100, a topology file, or host (this machine).",
+        help="Hardware to use: a name that `zosim topology list` prints, such as dgx-h100; GPUs, such as '2x rtx4090'; a topology file; or host (this machine).",
         show_default="the plan's hardware",
         rich_help_panel="Hardware",
     ),
@@ -66,7 +66,7 @@ ModelName = Annotated[
 HardwareName = Annotated[
     str,
     typer.Option(
-        help="Hardware: a preset such as dgx-h100, a topology file, or host (this machine).",
+        help="Hardware: a name that `zosim topology list` prints, such as dgx-h100; GPUs, such as '2x rtx4090'; a topology file; or host (this machine).",
         rich_help_panel="Hardware",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,21 @@ def test_a_command_says_what_to_do_in_a_line(path: str) -> None:
     assert len(first) <= 110
 
 
+EXAMPLES = [
+    line.strip()
+    for command in COMMANDS.values()
+    for line in (command.help or "").partition("For example:\n")[2].splitlines()
+]
+
+
+@pytest.mark.parametrize("example", [line for line in EXAMPLES if line.startswith("zosim ")])
+def test_examples_are_command_lines_of_today(example: str) -> None:
+    assert len(f"  {example}") <= 80
+    _, *words = shlex.split(example)
+    path = next(" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS)
+    COMMANDS[path].make_context(path, words[len(path.split()) :])
+
+
 def test_every_option_says_what_it_sets() -> None:
     texts = {name: " ".join((option.help or "").split()) for name, (option, _) in OPTIONS.items()}
     assert [name for name, text in texts.items() if not text.endswith((".", '."'))] == []
@@ -115,7 +131,7 @@ def test_options_stand_under_headings_in_the_order_in_which_people_decide(name: 
         COMMANDS[name].main(["--help"], prog_name=f"zosim {name}")
     lines = capsys.readouterr().out.splitlines()
     headings = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
-    headings = [heading for heading in headings if heading != "Arguments"]
+    headings = [heading for heading in headings if heading not in ("For example", "Arguments")]
     assert headings == [heading for heading in (*HEADINGS, "Help") if heading in headings]
     assert "Output" in headings
 

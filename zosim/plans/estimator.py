@@ -30,6 +30,15 @@ class Estimator(Axis):
         Perturbations per step; their updates are averaged.
     epsilon : float
         Smoothing radius ``ε``.
+
+    References
+    ----------
+    .. [1] J. Spall, "Multivariate Stochastic Approximation Using a Simultaneous Perturbation Gradient
+       Approximation", IEEE Transactions on Automatic Control 37(3), 1992.
+    .. [2] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
+       algorithm 1.
+    .. [3] Y. Zhang et al., "A New One-Point Residual-Feedback Oracle For Black-Box Learning and Control", 2020,
+       arXiv:2006.10820: the residual difference.
     """
 
     heading = "Estimator and optimizer"
@@ -41,6 +50,7 @@ class Estimator(Axis):
             "Finite difference: central (losses at +eps and -eps), forward (+eps and the unperturbed "
             "loss), or residual (+eps and the loss of the previous step; one forward per perturbation).",
             changes="numbers",
+            expert=True,
         ),
     ] = "central"
     num_perturbations: Annotated[

@@ -45,12 +45,20 @@ class Perturbations(Axis):
         Whether perturbations are drawn on a stream of their own, one block ahead of their use, for one more
         block-sized buffer. Where weights are copied, that stream writes the copies, too, and applies updates: what a
         forward finds is prepared while the one before runs.
+
+    References
+    ----------
+    .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
+       algorithm 1.
+    .. [2] Y. Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024,
+       arXiv:2410.07698, algorithm 1.
     """
 
     heading = "Estimator and optimizer"
 
     distribution: Annotated[
-        DistributionName, Setting("--distribution", "Distribution of the perturbations.", changes="numbers")
+        DistributionName,
+        Setting("--distribution", "Distribution of the perturbations.", changes="numbers", expert=True),
     ] = "gaussian"
     rank: Annotated[
         Rank | None,
@@ -59,6 +67,7 @@ class Perturbations(Axis):
             "Rank of factorised and lozo perturbations.",
             changes="numbers",
             usual=f"{USUAL_RANK} for factorised and lozo",
+            expert=True,
         ),
     ] = None
     lazy_steps: Annotated[

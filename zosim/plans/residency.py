@@ -103,6 +103,7 @@ class Residency(Axis):
             # The first is the least memory; more than six never shortened a step that was tried.
             tried=(1, 2, 3, 4, 6),
             recorded_as="num_staging_buffers",
+            expert=True,
         ),
     ] = 3
     overlap: Annotated[bool, Setting("--overlap", "Overlap copies with compute.", _ROUNDING, expert=True)] = (

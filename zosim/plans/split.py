@@ -68,6 +68,7 @@ class Split(Axis):
             planned=True,
             typed=list[str],
             parse=_listed,
+            expert=True,
         ),
     ] = ()
     codec: Annotated[
@@ -77,6 +78,7 @@ class Split(Axis):
             "Codec for MLP activations sent between stages, such as q4 or q4:affine-zero:token (lossy).",
             "numbers where codecs round",
             heading="Precision",
+            expert=True,
         ),
     ] = "none"
     residual_codec: Annotated[

@@ -39,6 +39,11 @@ class Weights(Axis):
         of one draw. ``"adapters"``: the weights stay as they are, one forward has all points side by side, and linear layers
         add the factors of each point's perturbation to its part of the product. Numbers differ in roundings, so that the planner
         chooses none of them: a field that nobody set is the reference loop.
+
+    References
+    ----------
+    .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
+       algorithm 1. It perturbs in place.
     """
 
     heading = "Precision"
@@ -60,6 +65,7 @@ class Weights(Axis):
             " (copies), or as low-rank adapters with all perturbations batched in one forward (adapters).",
             changes="numbers",
             heading="Estimator and optimizer",
+            expert=True,
         ),
     ] = "serial"
 

@@ -25,7 +25,7 @@ def buy(
         str | None,
         typer.Option(
             help="Model: a built-in size such as opt-66b, a model directory, a config.json, or a saved "
-            "ModelSpec.",
+            "ModelSpec. Required unless --show-prices.",
             rich_help_panel="Model and data",
         ),
     ] = None,
@@ -124,7 +124,12 @@ def buy(
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Rank machines by time, money and energy for a training job, and show what would change the ranking."""
+    """Rank machines by time, money and energy for a training job, and show what would change the ranking.
+
+    For example:
+      zosim buy --model opt-66b --steps 10000 --budget '5000 USD' --deadline 3d
+      zosim buy --model my-model --machines h200-1x,rtx4090-2x --pay own
+    """
     if show_prices:
         print(shipped_prices_text(), end="")
         return
