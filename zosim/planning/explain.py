@@ -38,7 +38,7 @@ def reasons(
     yield f"{chosen.describe()}: {seconds} a step, {limit.share:.0%} of it {limit.description}"
     if others:
         second = next((candidate for candidate in others if candidate.is_simulated), others[0])
-        yield f"second: {second.describe()}, {_slower(second, prediction.step_time_s)}"
+        yield f"second: {second.describe()}, {_slower(second, prediction.step_time_s)}{_larger(second, chosen)}"
     yield from _about_meshes(chosen, prediction, others)
     if chosen.plan.mesh.world_size > 1:
         yield from about_ranks(chosen.plan, prediction)
@@ -238,6 +238,15 @@ def _best_of_others(
             # Candidates come best first.
             best.setdefault(value(candidate.plan), candidate)
     return best
+
+
+def _larger(candidate: Candidate, chosen: Candidate) -> str:
+    """Return why one that is as fast was not chosen, where it is the memory that it takes."""
+    taken = candidate.footprints.largest.device_bytes
+    is_alike = candidate.seconds < chosen.seconds * (1 + ALIKE)
+    if not is_alike or taken <= chosen.footprints.largest.device_bytes:
+        return ""
+    return f", but takes {format_bytes(taken)} of device memory"
 
 
 def _slower(candidate: Candidate, seconds: float) -> str:

@@ -431,7 +431,7 @@ def _spent(offer: Offer, currency: str) -> str:
     spent = f"{plain(offer.cost.spent.value)} {currency}"
     if offer.cost.outlay is None:
         return spent
-    return f"{spent} to buy it and {plain(offer.cost.money.value)} {currency} for who has it"
+    return f"{spent} to buy it, and {plain(offer.cost.money.value)} {currency} of wear and electricity"
 
 
 def _with_unit(interval: Range, unit: str) -> str:

@@ -31,7 +31,7 @@ _RANK, _LINEARS = 16, "q,k,v,o,mlp"
 _USABLE = 0.98
 """Part of a device's memory beside its context that a run can have."""
 FEWEST_TIMES, MOST_TIMES = 10, 100
-"""How many times as many steps zeroth order is published to take."""
+"""How many times as many steps zeroth order takes in published runs."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TuningOption:
 
     name: str
     description: str
-    # device_bytes, host_bytes: of the fullest device, as the driver tells it, and of all hosts together.
+    # device_bytes, host_bytes: of the fullest device, as the driver reports it, and of all hosts together.
     device_bytes: float
     host_bytes: float
     peak: str  # what sets the device's memory; empty for zeroth order
@@ -174,12 +174,12 @@ class OrderChoice:
             )
         if even < FEWEST_TIMES:
             return (
-                f"Zeroth order is the wrong choice here: {best.name} fits, and zeroth order is published to take "
-                f"{FEWEST_TIMES} to {MOST_TIMES} times as many steps. It pays below {even:.2g} times."
+                f"Zeroth order is the wrong choice here: {best.name} fits, and zeroth order takes "
+                f"{FEWEST_TIMES} to {MOST_TIMES} times as many steps in published runs. It pays below {even:.2g} times."
             )
         return (
             f"Zeroth order may be the choice here: it pays below {even:.2g} times as many steps as {best.name}, "
-            f"and is published to take {FEWEST_TIMES} to {MOST_TIMES} times."
+            f"and takes {FEWEST_TIMES} to {MOST_TIMES} times as many in published runs."
         )
 
     def report(self) -> Report:
@@ -208,8 +208,8 @@ class OrderChoice:
 
     def _remarks(self) -> Iterator[str]:
         yield self.verdict
-        yield "device: memory of the fullest device, as the driver tells it; peak: which of loss, backward and update sets it"
-        yield f"first order: blocks are computed again, weights have 16 bits, adapters rank {_RANK} on all linears; several devices shard"
+        yield "device: memory of the fullest device, as the driver reports it; peak: the phase that sets it (loss, backward or update)"
+        yield f"first order assumes recomputed blocks, 16-bit weights, adapters of rank {_RANK} on all linear layers, and sharding over several devices"
 
     def to_data(self) -> dict[str, Any]:
         """Return it as JSON knows it."""
