@@ -40,6 +40,11 @@ def bet(p_value: float) -> float:
     -----
     ``∫₀¹ κp^{κ-1} dκ = (1 - p + p·ln p)/(p·ln²p)``: its mean over uniform ``p`` is 1, and smaller where ``p`` is larger than uniform.
 
+    References
+    ----------
+    .. [1] V. Vovk, R. Wang, "E-values: Calibration, Combination and Applications", Annals of Statistics 49(3),
+       2021, arXiv:1912.06116.
+
     Examples
     --------
     >>> round(bet(1.0), 6), round(bet(0.1), 3), round(bet(1e-6))

@@ -35,7 +35,15 @@ COUNTER_BLOCK_ELEMENTS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A distribution of tensors whose elements are alike and uncorrelated."""
+    """A distribution of tensors whose elements are alike and uncorrelated.
+
+    References
+    ----------
+    .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
+       algorithm 1. Its perturbations are normal.
+    .. [2] Y. Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024,
+       arXiv:2410.07698, algorithm 1.
+    """
 
     name: str
     sampling_class: SamplingClass = "normal"  # what an element costs like

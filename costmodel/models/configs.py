@@ -52,6 +52,10 @@ class LoRA(BaseModel):
         stays beside the base as a closed increment. None: both are tuned, and nothing is sampled anew.
     max_rank : int or None
         Rank of all increments together, the open one included, that they are compacted to; by default 64, or four times the rank.
+
+    References
+    ----------
+    .. [1] E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685, equation 3.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -2,6 +2,10 @@
 
 A grid has units of its own, which a scale turns into weights. Stochastic rounding of ``x`` between neighbours ``a <= x <= b`` gives
 ``b`` with probability ``(x - a)/(b - a)``. Its mean is ``x``, and its variance ``(x - a)·(b - x)``. Both roundings clamp at the ends.
+
+References
+----------
+.. [1] QuZO, equations 5 and 6.
 """
 
 from __future__ import annotations

@@ -74,6 +74,11 @@ class Increments:
         -----
         ``A = Qₐ·Rₐ`` and ``B = Q_b·R_b``, so that ``A·Bᵀ = Qₐ·(Rₐ·R_bᵀ)·Q_bᵀ``, and only the small matrix in the middle is taken
         apart. What is left out has the norm of the singular values left out.
+
+        References
+        ----------
+        .. [1] C. Eckart, G. Young, "The Approximation of One Matrix by Another of Lower Rank", Psychometrika 1(3),
+           1936.
         """
         if self.rank <= rank:
             return

@@ -69,6 +69,10 @@ def attach_lora(
     ------
     ModelError
         If the model has no linear of a name that is asked for.
+
+    References
+    ----------
+    .. [1] E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685, equation 3.
     """
     linears = list(block_linears(model))
     missing = [name for name in lora.target_modules if not any(name == path for path, _, _, _ in linears)]

@@ -41,6 +41,12 @@ def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
     ------
     ModelError
         If the model cannot read so many tokens at once, or its blocks do not have one attention each.
+
+    References
+    ----------
+    .. [1] X. Li, P. Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation", 2021, arXiv:2101.00190.
+    .. [2] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
+       appendix. A prefix begins as keys and values of real tokens.
     """
     if fills_masks(model):
         raise ModelError(

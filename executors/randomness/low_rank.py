@@ -6,6 +6,11 @@ nobody kept it: in a run that goes on in the middle of an interval, or that repl
 ``mezo``: the step's generator serves the parameters in turn; a matrix takes ``V``, in the first step of an interval alone, then ``U``.
 These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any perturbation, ``V`` by the interval's first
 step and a number of its own.
+
+References
+----------
+.. [1] Y. Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024,
+   arXiv:2410.07698, algorithm 1.
 """
 
 from __future__ import annotations

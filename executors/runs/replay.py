@@ -4,6 +4,11 @@ A step changes each parameter by ``+ε·z``, ``-2ε·z``, ``+ε·z`` and the upd
 The first three do not cancel to the last bit, so a replay runs them too. It runs the very program of the run (or
 another residency's, which computes the same), so draws, copies and conversions are the run's own; what it leaves out
 are batches, forwards and losses, whose outcome the log holds.
+
+References
+----------
+.. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333, on
+   storage efficiency: seeds and projected gradients are enough to store a run.
 """
 
 from __future__ import annotations

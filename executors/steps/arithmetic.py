@@ -11,6 +11,11 @@ parameter. Here the same operations run in place, with fewer multiplications:
 * Where every ``z`` is 1 or -1, all products are one number with a sign, and both passes are one addition.
 
 ``θ.add_(z, alpha=s·ε)`` for any other ``z`` would be as fast, and fuses two roundings into one.
+
+References
+----------
+.. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333, algorithm
+   1.
 """
 
 from __future__ import annotations
@@ -343,5 +348,10 @@ def projected_gradient(loss_plus: Tensor, loss_other: Tensor, epsilon: float, *,
     ----------
     loss_plus, loss_other : torch.Tensor
         Scalars: the loss at ``+ε``, and at ``-ε`` (central) or unperturbed (forward).
+
+    References
+    ----------
+    .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
+       definition 1.
     """
     return (loss_plus - loss_other) / (2 * epsilon if central else epsilon)

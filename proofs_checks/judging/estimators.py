@@ -113,6 +113,13 @@ def judge_estimator(
     ZosimError
         If a number is out of range, or the estimator raises, or does not return numbers of the parameters' shape.
 
+    References
+    ----------
+    .. [1] J. Spall, "Multivariate Stochastic Approximation Using a Simultaneous Perturbation Gradient
+       Approximation", IEEE Transactions on Automatic Control 37(3), 1992.
+    .. [2] A. Berahas et al., "A Theoretical and Empirical Comparison of Gradient Approximations in Derivative-Free
+       Optimization", 2019, arXiv:1905.01332: bias and second moment of smoothed estimates.
+
     Examples
     --------
     >>> def spsa(loss, theta, epsilon, seed):
