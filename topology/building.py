@@ -244,7 +244,7 @@ def require_device(name: str | None, device_type: str, where: str) -> DeviceSpec
     known = [spec.id for spec in catalogue().devices.values() if spec.type == device_type]
     if name is None:
         message = f"{where} does not name its {device_type}"
-        raise TopologyError(message, hint=f"give it with --{device_type}; known: {', '.join(known)}")
+        raise TopologyError(message, hint=f"give it with --{device_type}; known: {', '.join(sorted(known))}")
     spec = find_device(name)
     if spec is None or spec.type != device_type:
         raise TopologyError(f"the catalogue has no {device_type} {name!r}", hint=did_you_mean(name, known))

@@ -56,8 +56,9 @@ def resolve(spec: str) -> Topology:
     if device is not None and device.type == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))
     gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
-    message = f"unknown hardware {spec!r}: neither host, a preset nor a file"
-    hint = did_you_mean(spec, ("host", *preset_names(), *instance_names(), *gpus)) or ""
+    message = f"unknown hardware {spec!r}: neither host, a preset, a file, nor GPUs such as '2x rtx4090'"
+    known = gpus if count else ("host", *preset_names(), *instance_names(), *gpus)
+    hint = did_you_mean(name if count else spec, known) or ""
     end = "" if hint.endswith("?") else ";"
     raise TopologyError(message, hint=f"{hint}{end} `zosim topology list` shows the presets")
 

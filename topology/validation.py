@@ -111,7 +111,13 @@ def readable(
         yield
     except ValidationError as error:
         known_model = model or _model_by_name(error.title)
-        details = error.errors(include_url=False)
+        found = error.errors(include_url=False)
+        # A list whose items are wrong counts as empty, too: that says nothing more.
+        details = [
+            one
+            for one in found
+            if one["type"] != "too_short" or not any(one["loc"] == other["loc"][:-2] for other in found)
+        ]
         named = details[:MAX_ERRORS_SHOWN]
         lines = [_describe(detail, locate, what) for detail in named]
         hints = [hint for detail in named if (hint := _hint(detail, known_model)) is not None]

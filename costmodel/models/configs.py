@@ -236,6 +236,9 @@ def spec_of_config(
     """
     config, whole = text_config(config), config
     family = checked_config(config, source or f"the configuration of {name}")
+    if family is None and config.get("model_type") is None:
+        message = f"{source or f'the configuration of {name}'} has no model_type"
+        raise ModelError(message, hint="name the directory or the config.json of a model of transformers")
     if family is None:
         raise UnknownFamily(
             f"model {name}: the parameters of model_type {config.get('model_type')!r:.60} are not known",
@@ -442,6 +445,11 @@ def _shipped_name(source: str) -> str:
     if Path(source).is_dir():
         message = f"directory {source} is not a model: it has no {CONFIG_NAME}"
         raise ModelError(message, hint="name the directory that `save_pretrained` of transformers wrote")
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:  # a name has one slash at most
+        message = f"there is no model directory {source!r}"
+        raise ModelError(
+            message, hint=f"name a directory with {CONFIG_NAME}; {Path.cwd()} is where paths start"
+        )
     sizes = {_shipped()[name]["model_type"]: name for name in reversed(planned)}
     nearest = difflib.get_close_matches(wanted, sizes, n=5, cutoff=0)
     families = ", ".join(f"{family} ({sizes[family]})" for family in nearest)

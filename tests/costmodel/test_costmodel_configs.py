@@ -292,7 +292,7 @@ def test_lora_trains_two_narrow_matrices_per_target():
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "parameters of model_type 'mamba' are not known"),
-        ({}, "model_type None are not known"),
+        ({}, "has no model_type"),
         (
             {"model_type": "opt", "hidden_size": 100, "num_attention_heads": 12},
             "must be a multiple of num_heads=12",

@@ -183,9 +183,10 @@ def test_a_laptops_cpu_is_its_compute_device_with_the_hosts_memory():
 @pytest.mark.parametrize(
     ("spec", "message", "hint"),
     [
-        ("dgx-1", "neither host, a preset nor a file", "dgx-1v"),
-        ("two\nlines", "neither host, a preset nor a file", "zosim topology list"),
-        ("", "neither host, a preset nor a file", "zosim topology list"),
+        ("dgx-1", "neither host, a preset, a file, nor GPUs", "dgx-1v"),
+        ("two\nlines", "neither host, a preset, a file, nor GPUs", "zosim topology list"),
+        ("", "neither host, a preset, a file, nor GPUs", "zosim topology list"),
+        ("2x rtx4900", "unknown hardware '2x rtx4900'", "did you mean 'rtx4090'"),
         ("missing.yaml", "no topology file at", "list"),
         ("a/b", "no topology file at", "list"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -107,7 +108,10 @@ def _tables(text: str) -> list[_Table]:
                 tables[-1].rows.setdefault(words[0], cells[1:])
     if not tables:
         message = "there is no matrix that starts with GPU0 in the nvidia-smi output"
-        raise TopologyError(message, hint="paste the output of `nvidia-smi topo -m`")
+        gpus = Counter(re.findall(r"^\| +\d+ +(NVIDIA .*?) {2,}", text, re.MULTILINE))
+        names = " or ".join(f"--hardware '{count}x {name}'" for name, count in gpus.items())
+        plain = f"this is the table of plain nvidia-smi: plan with {names}, or " if names else ""
+        raise TopologyError(message, hint=f"{plain}paste the output of `nvidia-smi topo -m`")
     return tables
 
 
