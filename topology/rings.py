@@ -91,11 +91,7 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
 
     Exact: every cycle is listed, and an integer program chooses how often each is used,
     ``max Σ b_c x_c`` with ``Σ_{c ∋ e} x_c ≤ links of e``.
-
-    References
-    ----------
-    .. [1] P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", Journal
-       of Parallel and Distributed Computing 69(2), 2009: what a ring takes.
+    What a ring takes: P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
 
     >>> from topology.documents import load_preset
     >>> rings = edge_disjoint_rings(load_preset("dgx-1v"), [f"gpu{i}" for i in range(8)])
