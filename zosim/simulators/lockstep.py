@@ -31,6 +31,8 @@ def simulate_many(
 ) -> Timeline:
     """Return the predicted timeline of a world of many ranks.
 
+    Raises ProgramError as for :func:`~zosim.simulators.simulate.simulate`.
+
     Parameters
     ----------
     world : World
@@ -38,8 +40,6 @@ def simulate_many(
         As for :func:`~zosim.simulators.simulate.simulate`.
     ranks : collection of int, optional
         Positions in the world of those whose spans are listed; all unless given.
-
-    Raises ProgramError as for :func:`~zosim.simulators.simulate.simulate`.
     """
     listed = sorted(range(world.size) if ranks is None else ranks)
     return run_simulator(world, lambda steps: Lockstep(world, steps, listed), num_steps)

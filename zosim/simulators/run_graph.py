@@ -24,6 +24,8 @@ Member = tuple[int, int]
 class RunGraph:
     """The order of a run of all ranks of a world.
 
+    Raises ProgramError if a dependency names no instruction.
+
     Parameters
     ----------
     world : World
@@ -33,8 +35,6 @@ class RunGraph:
     ----------
     graphs : list of StepGraph
         Of each rank; ranks of one template share theirs. The host's work before a step is a node where it takes time.
-
-    Raises ProgramError if a dependency names no instruction.
     """
 
     def __init__(self, world: World, num_steps: int) -> None:

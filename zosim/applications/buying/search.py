@@ -36,6 +36,8 @@ class OfferSearch:
     - `counts`: devices to use at most; larger numbers than a machine has mean all of it.
     - `num_listed`: offers that are to be found.
 
+    Raises PriceError if a machine has no price.
+
     Attributes
     ----------
     planned : list of Offer
@@ -44,8 +46,6 @@ class OfferSearch:
         Machines that are no offer, by their plans or by the size of the weights alone.
     waiting : dict of int to (MachineOption, list of Offer)
         Machines that were not planned, with their least costs, by their position.
-
-    Raises PriceError if a machine has no price.
     """
 
     def __init__(
