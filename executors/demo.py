@@ -110,13 +110,8 @@ class Stages:
 
     Parameters
     ----------
-    out : Path
-    num_steps : int
-    num_threads : int or None
-    seed : int
     recipe : Recipe, optional
         Of the model; the default one if not given.
-    calibration_s : float
     """
 
     def __init__(

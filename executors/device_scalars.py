@@ -18,10 +18,8 @@ class DeviceScalar:
 
     Parameters
     ----------
-    reading : ScalarReading
     index : int
         Which of its numbers.
-    steps : tuple
     """
 
     __slots__ = ("_index", "_reading", "_steps")

@@ -34,7 +34,6 @@ class _ProbeRank:
     ----------
     store : path
         File by which the two find each other.
-    rank : int
     """
 
     def __init__(self, store: Path, rank: int) -> None:

@@ -41,7 +41,6 @@ class Symbols:
     ----------
     values : numpy.ndarray
         uint8, one-dimensional.
-    num_columns, bits : int
     """
 
     def __init__(self, values: Bytes, num_columns: int, bits: int) -> None:

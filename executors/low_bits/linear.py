@@ -156,7 +156,6 @@ class _PerturbationProduct:
     ----------
     qvalues, scales : torch.Tensor
         Of the inputs.
-    side_path : SidePath
     """
 
     def __init__(self, qvalues: Tensor, scales: Tensor, side_path: SidePath) -> None:

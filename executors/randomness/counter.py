@@ -148,7 +148,6 @@ class CounterSampler:
     ----------
     numels : sequence of int
         Elements of every trainable parameter, in registration order; the same on every rank.
-    device : torch.device
     threads : SamplingThreads, optional
         Threads that draw blocks at once on a CPU, each with a generator of its own.
     """

@@ -111,10 +111,6 @@ class FactorSampler:
         The trainable parameters of each group.
     sampling_order : callable
         From a perturbation to the groups in the order in which its ``mezo`` generator visits them, as far as this rank needs them.
-    rank : int
-    device : torch.device
-    dtype : torch.dtype
-    threads : SamplingThreads, optional
     """
 
     def __init__(

@@ -88,7 +88,6 @@ class RoundingUniforms:
     ----------
     numels : sequence of int
         Elements of every trainable parameter, in registration order; the same on every rank.
-    device : torch.device
     threads : SamplingThreads, optional
         Threads that share long ranges on a CPU.
     """
@@ -147,7 +146,6 @@ class NonzeroRows:
         Of every trainable parameter, in registration order; the same on every rank.
     quantized : collection of int
         Indices of the quantized parameters.
-    device : torch.device
     num_kept : int
         Perturbations whose rows are kept, of each parameter.
     borrow : callable
@@ -200,12 +198,8 @@ class RoundedSampler:
 
     Parameters
     ----------
-    rounding : RoundedPerturbation
     shapes : sequence of torch.Size
         Of every trainable parameter, in registration order; the same on every rank.
-    nonzero : NonzeroRows
-    device : torch.device
-    threads : SamplingThreads
 
     Attributes
     ----------

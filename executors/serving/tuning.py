@@ -70,12 +70,10 @@ class Tuning:
 
     Parameters
     ----------
-    runner : ServingRunner
     model : str
         Directory of the base. Of weights in it the digest is compared with the server's; else the configuration alone is read.
     directory : Path
         Of the log; a tuning that is there already goes on.
-    settings : TuningSettings
 
     Notes
     -----

@@ -122,9 +122,6 @@ class BufferStore:
 
     Parameters
     ----------
-    program : Program
-    forward_runner : ForwardRunner
-    allocate : callable
     positions : mapping of str to int, optional
         This rank's position in each group that shares buffers out.
 

@@ -54,9 +54,6 @@ class WeightChecksums:
 
     Parameters
     ----------
-    program : Program
-    store : BufferStore
-    backend : Backend
     every_change : bool
         Whether a checksum is taken after every change. Otherwise only copies that ranks share have one, from an offload to
         the first change after the next upload.

@@ -29,7 +29,6 @@ class DiskFile:
 
     Parameters
     ----------
-    buffers : sequence of Buffer
     directory : path, optional
         On that drive; by default that of temporary files.
 

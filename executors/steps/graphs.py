@@ -74,7 +74,6 @@ class Graphs:
 
     Parameters
     ----------
-    device : torch.device
     capture_stream : callable
         Returns the stream on which graphs of the current stream are captured, on which nothing else runs.
 

@@ -48,11 +48,8 @@ class Interpreter:
 
     Parameters
     ----------
-    program : Program
     forward_runner : ForwardRunner
         Its parameters move into the program's buffers.
-    hyperparameters : Hyperparameters
-    backend : Backend
     num_sampling_threads : int
         Threads that share draws on a CPU.
     num_micro_batches : int

@@ -110,10 +110,6 @@ class LiveTensors(TorchDispatchMode):
 class ObservedSteps:
     """The peak of live tensors on a device in some steps; what one leaves alive counts in those behind it.
 
-    Parameters
-    ----------
-    device : torch.device
-
     Attributes
     ----------
     peak_bytes : int

@@ -36,9 +36,6 @@ class PeersTicket(Ticket):
 
     Parameters
     ----------
-    memory : HostMemory
-    instruction : str
-    turn : int
     has_failed : callable
         Whether this rank cannot go on anyway.
     """

@@ -49,12 +49,6 @@ class UpdateLoss:
 class UpdateWatch:
     """Counts lost updates of one program on one device.
 
-    Parameters
-    ----------
-    program : Program
-    store : BufferStore
-    device : torch.device
-
     Notes
     -----
     Looks at the parameter groups that are kept in the narrowest format. Every update instruction counts: with several

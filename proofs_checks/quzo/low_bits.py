@@ -245,10 +245,8 @@ class Sparse:
 
     Parameters
     ----------
-    rounding : RoundedPerturbation
     shape : tuple of int
         Outputs, which a row of zeros is one of, and inputs.
-    seed : int
     """
 
     def __init__(self, rounding: RoundedPerturbation, shape: tuple[int, int], seed: int) -> None:

@@ -48,12 +48,7 @@ class _Append(nn.Module):
 
 
 class AnalyticModel(nn.Module):
-    """A model of ``d`` parameters in float64 whose loss is `loss` of them.
-
-    Parameters
-    ----------
-    loss : callable
-    """
+    """A model of ``d`` parameters in float64 whose loss is `loss` of them."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()

@@ -43,12 +43,7 @@ class _Rendezvous:
 
 
 class ThreadedRanks:
-    """The groups of a plan's ranks, as communicators of one process.
-
-    Parameters
-    ----------
-    plan : Plan
-    """
+    """The groups of a plan's ranks, as communicators of one process."""
 
     def __init__(self, plan: Plan) -> None:
         self.process_groups = {"world": (tuple(range(plan.placement.world_size)),), **plan.process_groups}

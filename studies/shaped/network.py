@@ -95,7 +95,6 @@ class ShapedNetwork:
 
     Parameters
     ----------
-    num_hosts : int
     rate_bits_per_s : float
         Of every host's link, in each direction.
 

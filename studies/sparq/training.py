@@ -112,13 +112,7 @@ class TrainedCase:
 
 
 class Through(nn.Module):
-    """A model that is split at one place, what crosses there through a codec, called as transformers models are.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-    case : CodecCase
-    """
+    """A model that is split at one place, what crosses there through a codec, called as transformers models are."""
 
     def __init__(self, model: nn.Module, case: CodecCase) -> None:
         super().__init__()
