@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 import zlib
 from collections.abc import Callable
@@ -12,9 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.scoring import Row
-from studies.checkout import commit
 from topology.errors import ZosimError
 from topology.reading import read_json_object
+
+
+def commit() -> str:
+    """Return the commit of this checkout, marked where files differ from it; ``unknown`` outside of one."""
+    words = ["git", "describe", "--always", "--dirty"]
+    try:
+        output = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return output.stdout.strip()
+
 
 Content = dict[str, Any]
 

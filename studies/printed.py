@@ -7,10 +7,9 @@ from pathlib import Path
 
 from studies.against_print.report import findings_table
 from studies.plots import picture
-from studies.published.audit import audit
+from studies.published.audit import AuditFinding, audit
 from studies.published.cells import Cell, cells_of
 from studies.published.conventions import MEBIBYTE
-from studies.published.findings import AuditFinding
 from studies.published.fitted_profile import load_published_profile
 from studies.published.memory import parts_of
 from studies.published.predicting import answers

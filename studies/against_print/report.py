@@ -10,11 +10,10 @@ from costmodel.rates.profile import Bound
 from costmodel.scoring import Row, Score, scores
 from studies.against_print.intervals import Coverage
 from studies.against_print.splits import OURS, SPLITS, SplitOutcome, outcomes
-from studies.checkout import commit
-from studies.published.audit import audit, set_apart
+from studies.kept_results import commit
+from studies.published.audit import AuditFinding, audit, set_apart
 from studies.published.cells import Cell, cells_of, preset_machine
 from studies.published.constants import PAPERS
-from studies.published.findings import AuditFinding
 from studies.published.fitted_profile import known_cells, load_published_profile
 from studies.published.rows import shipped_rows
 from zosim.analysis.scoreboard import score_table

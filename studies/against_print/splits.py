@@ -10,11 +10,10 @@ from scipy.stats import spearmanr
 
 from costmodel.scoring import Row, Score
 from studies.against_print.intervals import Coverage, beyond, coverage_of, left_out
-from studies.published.audit import set_apart
+from studies.published.audit import AuditFinding, set_apart
 from studies.published.baselines import BASELINES, Baseline
 from studies.published.cells import Cell
 from studies.published.constants import Domain
-from studies.published.findings import AuditFinding
 from studies.published.rows import PublishedRow
 from zosim.simulators.maxplus import Floats
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from costmodel.scoring import Row
-from studies.published.findings import AuditFinding
+from studies.published.audit import AuditFinding
 from studies.published.predicting import CellPrediction
 from studies.published.rows import PublishedRow
 from zosim.report import Report, Table

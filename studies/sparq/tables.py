@@ -11,6 +11,7 @@ from costmodel.models.backward import kept_bytes
 from costmodel.models.configs import read_model_spec
 from costmodel.scoring import Row, Score
 from studies.against_print.report import constants_table
+from studies.published.dispatch import sparq_answer
 from studies.published.fitted_profile import load_published_profile
 from studies.published.posterior import TableFit
 from studies.published.rows import PublishedRow, shipped_rows
@@ -28,7 +29,6 @@ from studies.published.sparq import (
 )
 from studies.published.sparq_fit import SparqFit
 from studies.published.sparq_memory import PEAK
-from studies.published.sparq_predicting import sparq_answer
 from studies.published.sparq_volumes import VolumeFit, fit_volumes, predicted_volume
 from studies.published.tables import tables_of
 from zosim.analysis.scoreboard import score_table

@@ -5,8 +5,8 @@ import pytest
 
 from studies.against_print.report import sheet_rows, sheets_section
 from studies.against_print.splits import mean_rank_correlation
+from studies.published.audit import AuditFinding
 from studies.published.cells import cells_of, preset_machine
-from studies.published.findings import AuditFinding
 from studies.published.rows import PublishedRow, shipped_rows
 from zosim.report import Table
 

@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.models.configs import read_model_spec
 from studies.published.audit import audit, set_apart
-from studies.published.dispatch import answers_of_all
+from studies.published.dispatch import answers_of_all, quzo_answer
 from studies.published.fitted_profile import load_published_profile
 from studies.published.quzo import (
     CONSTANTS,
@@ -21,7 +21,6 @@ from studies.published.quzo import (
     quzo_case,
     step_s,
 )
-from studies.published.quzo_predicting import quzo_answer
 from studies.published.rows import PublishedRow, shipped_rows
 from studies.published.sparq import NotPredicted
 from studies.quzo.__main__ import main
