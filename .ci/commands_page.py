@@ -14,11 +14,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands
 INTRODUCTION = """\
 # Commands
 
-Written by `python3 .ci/tasks.py docs` from the commands themselves; a test fails where the two differ.
+`python3 .ci/tasks.py docs` writes this page from the commands. A test fails if the two differ.
 
-Data goes to stdout, messages go to stderr; `--json` makes the data one JSON document. Exit codes:
-0 done, 1 a check that was asked for did not hold, 2 a mistake that you can mend (`error:` and `hint:`),
-130 interrupted. `NO_COLOR=1` switches colours off. `zosim --version` names the versions that numbers depend on.
+Data goes to stdout, messages go to stderr; `--json` prints the data as one JSON document. Exit status:
+0 done, 1 a requested check failed, 2 invalid input (`error:` and `hint:`), 130 interrupted
+([all](exit-codes.md)). `NO_COLOR=1` turns colours off. `zosim --version` prints the versions of zosim,
+Python, torch and transformers.
 """
 
 

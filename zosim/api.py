@@ -254,7 +254,9 @@ def compare(
         return PlanComparison(first, other)
     if not directory.is_dir():
         raise TimelineError(
-            f"{directory} is not the directory of a run",
+            f"{directory} is not the directory of a run"
+            if directory.exists()
+            else f"{directory} does not exist",
             hint="`zosim run --out DIR` writes one; to compare two plans, name both files",
         )
     refuse_irregular_run(directory, TimelineError)

@@ -59,9 +59,13 @@ class Document(ABC):
         """
         document_type = cls.document
         data = read_json_object(path, document_type.name, document_type.error, hint=document_type.make)
-        if data.get("version") not in range(document_type.oldest, document_type.version + 1):
+        if "version" not in data:
             raise document_type.error(
-                f"{path} is a {document_type.name} of version {data.get('version')!r}, but this zosim reads version "
+                f"{path} is not a {document_type.name}: it has no version", hint=document_type.make
+            )
+        if data["version"] not in range(document_type.oldest, document_type.version + 1):
+            raise document_type.error(
+                f"{path} is a {document_type.name} of version {data['version']!r}, but this zosim reads version "
                 f"{document_type.version}",
                 hint=document_type.make,
             )

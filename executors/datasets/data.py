@@ -114,7 +114,9 @@ class LineFile:
         if not isinstance(value, dict):
             raise DataError(
                 f"{self.where(index)} holds a JSON {type(value).__name__}, but an example must be an object",
-                hint='write {"input_ids": [...], "labels": [...]} or the fields of a template',
+                hint=f"put each object on a line of its own: jq -c '.[]' {self.path} > lines.jsonl"
+                if isinstance(value, list) and value and isinstance(value[0], dict)
+                else 'write {"input_ids": [...], "labels": [...]} or the fields of a template',
             )
         return value
 
@@ -155,11 +157,11 @@ class Limits:
         if self.num_positions is not None and num_tokens > self.num_positions:
             return DataError(
                 f"{where} has {num_tokens} tokens, more than the {self.num_positions} positions of the model",
-                hint="--truncate truncates long examples",
+                hint="--truncate cuts long lines",
             )
         return DataError(
             f"{where} has {num_tokens} tokens, more than the maximum of {self.max_length}",
-            hint=f"--truncate truncates long examples; --seq {num_tokens} keeps this one"
+            hint=f"--truncate cuts long lines; --seq {num_tokens} keeps this one"
             + ("" if self.num_positions is not None else ", if the model has that many positions"),
         )
 
@@ -344,11 +346,10 @@ def _opened(path: Path) -> BinaryIO:
 def _unreadable(path: Path, error: OSError) -> DataError:
     if isinstance(error, FileNotFoundError):
         parent = path.parent
-        near = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-        return DataError(
-            f"the data file {path} does not exist",
-            hint=did_you_mean(path.name, near[:1000], kind=f"files in {parent}"),
-        )
+        near = [entry.name for entry in parent.glob(f"*{path.suffix}")] if parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, near[:1000], n=2, cutoff=0.6)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"paths start in {Path.cwd()}"
+        return DataError(f"the data file {path} does not exist", hint=hint)
     return DataError(f"{path} cannot be read: {error.strerror}")
 
 

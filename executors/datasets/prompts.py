@@ -182,7 +182,10 @@ class PromptTemplate:
             key = _plain(label)
             if key not in self.label_words:
                 known = ", ".join(f"{name}={word}" for name, word in self.label_words.items())
-                raise DataError(f"label {key!r} has no label word", hint=f"label words are {known}")
+                raise DataError(
+                    f"label {key!r} has no label word",
+                    hint=f"label words are {known}; add {key}=WORD to --label-words",
+                )
             return tuple(self.label_words.values()), list(self.label_words).index(key)
         if CHOICES_FIELD in line:
             return _chosen(line[CHOICES_FIELD], label)

@@ -251,7 +251,7 @@ def host_node(device: str) -> tuple[Topology, str]:
     if index >= len(nodes):
         named = ", ".join([f"{device.partition(':')[0]}:{number}" for number in range(len(nodes))])
         raise PlanError(
-            f"--device {device} is not on this machine, which has {named or 'no such device'}",
+            f"this machine has no device {device}" + (f", only {named}" if named else ""),
             hint="use --device cpu; `zosim topology show host` lists the devices that are found",
         )
     return topology, nodes[index]

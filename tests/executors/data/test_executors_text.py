@@ -100,7 +100,7 @@ def test_lines_longer_than_the_model_has_positions(is_text, tmp_path, capsys):
     assert train(model, data, tmp_path / "out", *options) == 2
     output = capsys.readouterr().err
     assert "line 2 has 40 tokens, more than the 32 positions" in output
-    assert "--truncate truncates long examples" in output
+    assert "--truncate cuts long lines" in output
     assert "--seq" not in output
     assert train(model, data, tmp_path / "out", *options, "--truncate", steps=1) == 0
     assert Plan.load(tmp_path / "out" / "plan.json").seq == 32
