@@ -62,6 +62,11 @@ CAUSES = [
         "run the same command again; an index that builds its own files cannot serve the locked ones",
     ),
     (
+        r"that satisfies the requirement (\S+) \(from versions: (?!none)",
+        "the package index has other versions, but not {0}",
+        "python3 .ci/tasks.py test --set newest tries the newest that it has, and python3 .ci/tasks.py lock --upgrade locks them",
+    ),
+    (
         r"No matching distribution found",
         "a package has no build for this Python and machine",
         "use Python 3.11 to 3.14 on 64-bit Linux, macOS or Windows; the last lines of pip.log name the package",
@@ -315,6 +320,6 @@ def _follow(pip: subprocess.Popen[str]) -> list[str]:
 def _explained(pip_log: Path) -> SetupError:
     log = pip_log.read_text(encoding="utf-8", errors="replace") if pip_log.exists() else ""
     for pattern, message, hint in CAUSES:
-        if re.search(pattern, log):
-            return SetupError(f"the installation stopped: {message}", hint)
+        if found := re.search(pattern, log):
+            return SetupError(f"the installation stopped: {message.format(*found.groups())}", hint)
     return SetupError("pip could not install the project", f"its messages stand above and in {pip_log}")

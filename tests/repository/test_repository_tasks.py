@@ -56,6 +56,10 @@ def test_a_torch_that_is_already_there_is_used_if_in_range(
             "no package index could be reached",
         ),
         ("ERROR: No matching distribution found for torch<2.14,>=2.6", "no build for this Python"),
+        (
+            "ERROR: Could not find a version that satisfies the requirement typer==99.0 (from versions: 0.1)\nERROR: No matching",
+            "has other versions, but not typer==99.0",
+        ),
         ("SyntaxError", "pip could not install the project"),
     ],
 )
