@@ -5,14 +5,12 @@ rich leaves colours and animation out where the stream is not a terminal or ``NO
 
 from __future__ import annotations
 
-import dataclasses
 import json as jsonlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
@@ -48,7 +46,7 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
     `text`: what people see: a string or a rich table. By default the JSON document, too.
     """
     if json or text is None:
-        stdout.print(jsonlib.dumps(to_jsonable(data), indent=2, allow_nan=False), soft_wrap=True)
+        stdout.print(jsonlib.dumps(to_jsonable_python(data), indent=2, allow_nan=False), soft_wrap=True)
         return
     shown = Text(text) if isinstance(text, str) else text
     if stdout.is_terminal:
@@ -61,27 +59,6 @@ def emit(data: Any, *, json: bool, text: RenderableType | None = None) -> None:
         console.print(shown)
     # Cells are padded to the width of their column; nobody who reads a file wants these spaces.
     console.out("\n".join(line.rstrip() for line in written.get().split("\n")), end="")
-
-
-def to_jsonable(value: Any) -> Any:
-    """Return the same value in the terms of JSON.
-
-    Raises TypeError if something in `value` has no such terms. A silent ``str()`` would hide it from whoever reads the JSON.
-    """
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case BaseModel():
-            return value.model_dump(mode="json")
-        case Path():
-            return str(value)
-        case dict():
-            return {str(key): to_jsonable(item) for key, item in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [to_jsonable(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} has no form in JSON: {value!r}")
 
 
 def progress() -> Progress:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from topology.units import format_bytes, format_count, format_seconds
 from zosim.analysis.counts import step_counts
-from zosim.console import to_jsonable
 from zosim.planning.explain import ALIKE, about_formats, about_ranks, describe_contention
 from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision, pareto_front
@@ -127,7 +128,7 @@ class PlanComparison:
             if first[key]
         }
         return json.dumps(
-            to_jsonable({"first": first, "second": second, "second_over_first": ratios}), indent=2
+            to_jsonable_python({"first": first, "second": second, "second_over_first": ratios}), indent=2
         )
 
     def __rich__(self) -> Table:
