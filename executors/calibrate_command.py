@@ -79,7 +79,7 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Measure this machine, and fit the profile of rates that predictions use.
+    """Measure the speed of this machine, for later predictions.
 
     Exit status 3: other processes disturbed the measurements too much; the profile is not saved.
     """

@@ -290,10 +290,12 @@ def compare(
     as_json: Json = False,
     **requested: Any,
 ) -> None:
-    """Compare a run with its prediction per instruction, or with those of two plans, or two plans.
+    """Compare a run with its prediction, or two plans with each other or with a run.
 
     Without a plan, the prediction is of the run's own: DIR/plan.json, or the plan in DIR/run.json.
     """
+    if third is None and run is not None and plan_or_run.is_dir() and run.is_file():
+        plan_or_run, run = run, plan_or_run
     plan_file, run = (None, plan_or_run) if run is None else (plan_or_run, run)
     second, run = (None, run) if third is None else (run, third)
     comparison = api.compare(run, plan_file, second=second, **requested)

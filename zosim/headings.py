@@ -17,6 +17,15 @@ Heading = Literal[
 
 HEADINGS: tuple[Heading, ...] = get_args(Heading)
 
+COMMANDS = {
+    "Plan": ("plan", "simulate", "report", "whatif", "sweep", "slack", "lower"),
+    "Hardware": ("topology", "calibrate", "buy"),
+    "Train": ("run", "compare", "replay", "probe", "adapter", "evidence", "demo"),
+    "Serve": ("serve", "adapt", "canary"),
+    "Learn and check": ("study", "check", "predict", "validate"),
+}
+"""Commands of ``zosim`` by heading, the usual ones first."""
+
 LEADING = (
     "--model",
     "--data",

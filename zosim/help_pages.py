@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.core import TyperCommand, TyperGroup
 
-from zosim.headings import HEADINGS, LEADING
+from zosim.headings import COMMANDS, HEADINGS, LEADING
 from zosim.renamed import in_present_spelling
 
 EXPERT = "expert"
@@ -149,8 +149,10 @@ def _page(command: Any, ctx: Any) -> Iterator[str]:
             yield from _wrapped(" ".join(paragraph.split()), width, "")
     if commands:
         listed = [command.get_command(ctx, name) for name in command.list_commands(ctx)]
-        rows = [(item.name, (item.help or "").strip().partition("\n")[0]) for item in listed]
-        yield from _section("Commands", rows, width)
+        rows = {item.name: (item.help or "").strip().partition("\n")[0] for item in listed}
+        headings = COMMANDS if "plan" in rows else {"Commands": tuple(rows)}
+        for heading, members in headings.items():
+            yield from _section(heading, [(name, rows[name]) for name in members if name in rows], width)
     if arguments:
         rows = [(argument_name(item), meaning(item, types.get(item.name))) for item in arguments]
         yield from _section("Arguments", rows, width)

@@ -135,9 +135,13 @@ def refuse_nonfinite(record: StepRecord) -> None:
     """Raise LossNotFinite if a projected gradient is not finite."""
     if all(map(math.isfinite, record.projected_gradients)):
         return
+    others = record.losses_minus or record.losses_before or (record.loss_base,)
+    gradients, plus, other = (
+        ", ".join(f"{number:g}" for number in numbers if number is not None)
+        for numbers in (record.projected_gradients, record.losses_plus, others)
+    )
     raise LossNotFinite(
-        f"step {record.step}: the projected gradient is {record.projected_gradients}, from losses "
-        f"{record.losses_plus} and {record.losses_minus or record.losses_before or record.loss_base}",
+        f"training diverged in step {record.step}: the losses are {plus} and {other}, and the projected gradient is {gradients}",
         hint="lower the learning rate; if the first step fails, look for a batch without labels, or use "
         "--dtype float32 or bfloat16 instead of float16",
     )

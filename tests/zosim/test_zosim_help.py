@@ -13,6 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from zosim import cli, help_pages, registry
+from zosim.headings import COMMANDS as BY_HEADING
 from zosim.headings import HEADINGS
 
 RIDDLES = re.compile(r"(Of|Most|What|As|The same|Such|By|Which|They|It)\b")
@@ -68,6 +69,11 @@ OPTIONS = {
     for parameter in command.params
     if parameter.name != "help"
 }
+
+
+def test_every_command_stands_under_one_heading() -> None:
+    listed = [name for names in BY_HEADING.values() for name in names]
+    assert sorted(listed) == sorted(registry.registered())
 
 
 def test_there_are_commands_and_options_to_look_at() -> None:

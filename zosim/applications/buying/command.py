@@ -59,7 +59,7 @@ def buy(
     count: Annotated[
         str,
         typer.Option(
-            help="Maximum numbers of devices to use, each tried, such as 1,2,4,8; a machine with fewer uses all.",
+            help="Numbers of devices to try, such as 1,2,4,8; a machine with fewer devices uses all.",
             rich_help_panel="Hardware",
         ),
     ] = "1,2,4,8",
@@ -90,7 +90,7 @@ def buy(
     pay: Annotated[
         Literal["either", "rent", "on-demand", "reserved", "spot", "own"],
         typer.Option(
-            help="Ways to pay for a machine: rented ones (on any or one of three terms), owned ones, or either.",
+            help="Way to pay: rent on any terms (rent) or on one of three (on-demand, reserved, spot), own, or either.",
             rich_help_panel="Hardware",
         ),
     ] = "either",

@@ -47,7 +47,7 @@ def validate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict given measurements, and report the prediction errors of each group of rows."""
+    """Predict the measurements of a CSV file, and report the errors of each group of rows."""
     check_writable(output)
     rows = read_rows(rows_file)
     measured_machines = MeasuredMachines(hardware or rows_file.parent, profile)
