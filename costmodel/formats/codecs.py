@@ -222,8 +222,6 @@ def frequencies(counts: Sequence[float]) -> list[int]:
     ``1 + ⌊p·(2^16 - n)⌋`` of ``n`` symbols, the rest to the most frequent. So none falls below ``p·(1 - n/2^16)``,
     and coding with them costs at most ``-log2(1 - n/2^16) <= 0.0057`` bits a symbol more than the entropy.
 
-    References
-    ----------
     .. [1] J. Duda, "Asymmetric Numeral Systems", 2013, arXiv:1311.2540: the coder that takes them.
     """
     total, whole = sum(counts), 2**FREQUENCY_BITS

@@ -37,8 +37,6 @@ COUNTER_BLOCK_ELEMENTS = 1 << 14
 class Distribution:
     """A distribution of tensors whose elements are alike and uncorrelated.
 
-    References
-    ----------
     .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
        algorithm 1. Its perturbations are normal.
     .. [2] Y. Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024,

@@ -45,8 +45,6 @@ def moments_of(distribution: Distribution, levels: Sequence[float]) -> Moments:
     Between neighbours ``a`` and ``b``, ``E[û² | u] = (a + b)·u - a·b`` and ``E[û⁴ | u]`` are linear in ``u``: every moment
     is a sum of the element's partial moments in each cell.
 
-    References
-    ----------
     .. [1] QuZO, equations 5 and 6: rounding at random, of which these are the moments with the clamp.
     """
     between = distribution.partial_moments

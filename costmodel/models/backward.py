@@ -6,8 +6,6 @@ one byte. ReLU's output is the next linear's input, and what two operations need
 stored scores and dropout, in half precision, that is ``s·b·h·(34 + 5·a·s/h)`` bytes [1]_. Real code may keep more (norms
 written out kernel by kernel do), so these are lower bounds.
 
-References
-----------
 .. [1] V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, equation 1.
 .. [2] S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 3.1.
 """
@@ -43,18 +41,11 @@ def kept_bytes(
 ) -> int:
     """Return the bytes that a forward of `segment` leaves for its backward, its input among them.
 
-    Parameters
-    ----------
-    dtype : str
-        Of the activations.
-    attention : {"eager", "sdpa", "flash"}
-        ``eager`` keeps probabilities, fused kernels one statistic per row of them.
-    dropout : bool
-        Whether masks are kept, behind attention's probabilities (where they are stored), attention and MLP. Only
-        families that drop out by default do.
+    - `dtype`: of the activations.
+    - `attention`: ``eager`` keeps probabilities, fused kernels one statistic per row of them.
+    - `dropout`: whether masks are kept, behind attention's probabilities (where they are stored), attention and MLP. Only
+      families that drop out by default do.
 
-    Examples
-    --------
     >>> from costmodel.models.configs import read_model_spec
     >>> gpt2 = read_model_spec("gpt2")
     >>> s, h, a = 1024, gpt2.hidden_size, gpt2.num_heads
@@ -117,19 +108,12 @@ def backward_work(
 ) -> Work:
     """Return the work of the backward of `segment`: twice the forward's products, one for inputs and one for weights.
 
-    Parameters
-    ----------
-    accumulates : bool
-        Whether gradients are added to those of a microbatch before.
+    `accumulates`: whether gradients are added to those of a microbatch before.
 
-    Notes
-    -----
     ``Y = X·W`` has ``dX = dY·Wᵀ`` and ``dW = Xᵀ·dY``, each of as many operations. Attention with stored scores is counted
     twice as well; fused kernels compute scores again, which makes five products of two. Element-wise kernels pass over
     twice the bytes: a gradient comes in and another goes out for every tensor.
 
-    References
-    ----------
     .. [1] D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
        2021, arXiv:2104.04473, appendix: a backward takes twice the FLOPs of its forward.
     """
@@ -170,8 +154,6 @@ def optimizer_bytes(num_parameters: int, optimizer: Optimizer, dtype: DType = "f
     Adam keeps two float32 moments, and for weights of another format than float32 a float32 copy of them. With weights
     and gradients that is 16 bytes a parameter either way [2]_. Plain SGD keeps nothing.
 
-    Examples
-    --------
     >>> [2 * 4 + optimizer_bytes(1, "adam"), 2 * 2 + optimizer_bytes(1, "adam", "float16")]
     [16, 16]
     >>> optimizer_bytes(1, "sgd"), optimizer_bytes(1, "momentum")

@@ -182,10 +182,7 @@ def read_model_spec(
 def shipped_config(name: str) -> dict[str, Any]:
     """Return the configuration of a shipped size, in the form of a ``config.json``.
 
-    Raises
-    ------
-    ModelError
-        If no shipped size has that name.
+    Raises ModelError if no shipped size has that name.
     """
     return dict(_shipped()[_shipped_name(name)])
 
@@ -193,10 +190,7 @@ def shipped_config(name: str) -> dict[str, Any]:
 def stored_quantization_in(source: str | Path) -> StoredQuantization | None:
     """Return how the weights in a model directory are kept quantized; None where they are numbers, or `source` is no directory.
 
-    Raises
-    ------
-    ModelError
-        If the quantized values have no counterpart here.
+    Raises ModelError if the quantized values have no counterpart here.
     """
     path = Path(source) / CONFIG_NAME
     if not path.is_file():
@@ -309,16 +303,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | None:
     """Return the fields of a configuration that zosim reads, checked; None where its family is unknown.
 
+    Raises ModelError if a field has a wrong type, is out of range, or contradicts another.
+
     Parameters
     ----------
     config : mapping
     source : str
         Where it was read, for messages.
-
-    Raises
-    ------
-    ModelError
-        If a field has a wrong type, is out of range, or contradicts another.
     """
     family = _family_of(config)
     if family is None:

@@ -8,8 +8,6 @@ with residuals ``r`` in logs, so that ten microseconds and ten seconds weigh ali
 a good measurement; the prior ``(x⁰, σ)``, which holds only what data leave open; and a loss ``ρ``, under which a measurement
 counts less and less the farther it lies off.
 
-References
-----------
 .. [1] B. Triggs et al., "Bundle Adjustment: A Modern Synthesis", 2000, section 3: robust losses in nonlinear least
    squares.
 """
