@@ -480,7 +480,10 @@ class _Application:
         """Return the answers to requests; those that fill more than a forward wait again for each, behind what others sent."""
         answers: list[Any] = []
         for part in in_parts(requests):
-            answers += await asyncio.wrap_future(self._batcher.submit(output_type, part, priority))
+            next_answers: list[Any] = await asyncio.wrap_future(
+                self._batcher.submit(output_type, part, priority)
+            )
+            answers += next_answers
         return answers
 
     async def _load(self, body: bytes) -> Mapping[str, Any]:
