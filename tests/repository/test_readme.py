@@ -19,9 +19,11 @@ copies of one Python that has imported torch; those of one page are new Pythons,
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +32,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.warm_python import warm_commands
+from tests.support.waiting import HANG_S, wait_until
+from tests.support.warm_python import serve, warm_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("studies/**/*.md"))]
@@ -145,3 +148,22 @@ def test_the_comparison_itself(shown: str, actual: str, *, expected: bool) -> No
 
 def test_a_command_may_go_on_over_several_lines() -> None:
     assert commands("$ a \\\n  b\nout\n$ c\n") == [("a    b", "out\n"), ("c", "")]
+
+
+def test_the_python_of_the_commands_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    ours, its = os.pipe()
+
+    def begin() -> None:
+        os.setsid()
+        os.dup2(ours, 0)
+        os.close(its)
+        serve(str(tmp_path / "socket"))
+
+    server = multiprocessing.get_context("fork").Process(target=begin)
+    server.start()
+    wait_until((tmp_path / "socket").exists, "the server")
+    assert server.is_alive()
+    os.close(its)  # as the kernel does for a process that is killed
+    server.join(HANG_S)
+    os.close(ours)
+    assert server.exitcode == -signal.SIGKILL

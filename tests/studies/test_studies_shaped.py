@@ -26,7 +26,7 @@ from studies.shaped.network import (
     why_not,
 )
 from studies.shaped.ranks import environment, run_ranks
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import HANG_S
 from topology import detect, load_preset
 from topology.errors import RunError
 from zosim.lowering import lower_all
@@ -108,7 +108,7 @@ def test_the_lines_that_a_run_prints_for_ssh_start_it_on_two_hosts(tmp_path):
 
 SENDER = """
 import os, socket, time
-payload = 1_000_000
+payload = 4_000_000
 if os.environ["RANK"] == "0":
     with socket.create_server((os.environ["MASTER_ADDR"], 6000)) as server:
         taken, _ = server.accept()
@@ -134,16 +134,10 @@ def test_two_hosts_send_at_the_rate_of_their_link_and_leave_nothing(tmp_path):
     script = tmp_path / "send.py"
     script.write_text(SENDER)
     before = namespaces()
-    expected_s = 1e6 / (20e6 / 8 * FRAME_EFFICIENCY)
-
-    def sent_s():
-        words = ["-m", "studies.shaped", "--rate", "20mbit", "--", sys.executable, str(script)]
-        return float(
-            subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
-        )
-
-    # A bucket's 16 kB and a window's worth of packets may be there before the clock starts: some percent of 1 MB.
-    wait_until(lambda: sent_s() == pytest.approx(expected_s, rel=0.15), "an idle moment")
+    words = ["-m", "studies.shaped", "--rate", "20mbit", "--", sys.executable, str(script)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    # The kernel sends; only the clock's beginning and end wait for a core, which is little in 1.7 s.
+    assert float(done.stdout) == pytest.approx(4e6 / (20e6 / 8 * FRAME_EFFICIENCY), rel=0.15)
     assert namespaces() == before
 
 
@@ -178,15 +172,9 @@ def test_two_ranks_fill_both_directions_of_their_link(tmp_path):
     script.write_text(EXCHANGE)
     words = ["-m", "studies.shaped", "--rate", "100mbit", "--", sys.executable, "-W", "ignore", str(script)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    expected_s = 6e6 / (100e6 / 8 * FRAME_EFFICIENCY)
-
-    def exchanged_s():
-        run = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, check=True, env=environ
-        )
-        return float(run.stdout)
-
-    wait_until(lambda: exchanged_s() == pytest.approx(expected_s, rel=0.25), "an idle moment")
+    run = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, env=environ)
+    # A median of half seconds, in which the kernel sends what lies in its buffers while ranks wait for a core.
+    assert float(run.stdout) == pytest.approx(6e6 / (100e6 / 8 * FRAME_EFFICIENCY), rel=0.25)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -48,7 +49,7 @@ def warm_commands(environment: dict[str, str]) -> Iterator[Path]:
             (commands / name).chmod(0o755)
         server = subprocess.Popen(
             [sys.executable, "-m", __name__, address],
-            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         try:
             assert server.stdout is not None
@@ -60,12 +61,18 @@ def warm_commands(environment: dict[str, str]) -> Iterator[Path]:
 
 
 def serve(address: str) -> None:
-    """Answer each caller with a copy of this process, which keeps the exit status of the command until it has one."""
+    """Answer each caller with a copy of this process, which keeps the exit status of the command until it has one.
+
+    It ends, and what it started with it, when its standard input does: whoever started it is gone, even if killed.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         print("ready", flush=True)
         while True:
+            ready, _, _ = select.select([0, listener], [], [])
+            if 0 in ready:
+                os.killpg(0, signal.SIGKILL)
             caller, _ = listener.accept()
             if os.fork() == 0:
                 break

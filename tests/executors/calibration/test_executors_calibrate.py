@@ -7,18 +7,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodel.work import Work
 from executors import reference_speed
 from executors.calibration import background_load, calibrate, probes, probing
 from executors.calibration.exchange_probes import exchange_probes
 from executors.low_bits.exact_products import exact_sums
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import HANG_S
 from topology.errors import RunError
 
 CPU = torch.device("cpu")
@@ -129,15 +131,25 @@ def test_measurements_and_the_state_left_behind(tmp_path: Path) -> None:
     assert sum(m.contended for m in measured) == 2
 
 
+class ClockOfElements(TorchDispatchMode):
+    """A clock that goes on by a second for each element that an operation writes."""
+
+    now_s = 0.0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        self.now_s += result.numel()
+        return result
+
+
 def test_a_larger_pass_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(probing.MEMORY_BYTES, "cpu", 1 << 24)
     memory, _, cache, _ = probes._param_passes(CPU, "float32")
-
-    def is_longer() -> bool:
-        sampled = calibrate._sample([memory, cache], CPU, 0.05, None)
-        return min(sampled[0].seconds) > 4 * min(sampled[1].seconds)  # of 64 times the bytes
-
-    wait_until(is_longer, "an idle moment")
+    with ClockOfElements() as clock:
+        monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+        in_memory_s, in_cache_s = (calibrate._seconds(probe, 3, CPU) for probe in (memory, cache))
+    assert in_memory_s == 64 * in_cache_s  # of 64 times the bytes
+    assert in_cache_s > 0
 
 
 def sampled(name: str, *rows: tuple[float, float, float]) -> calibrate._Samples:
@@ -205,16 +217,17 @@ def test_kinds_of_work_follow_the_reference_as_they_were_seen_to() -> None:
 
 
 def test_what_runs_beside_really_does_and_stops() -> None:
-    runs: list[float] = []
+    ran, runs = threading.Event(), []
 
     def concurrent() -> None:
-        runs.append(time.perf_counter())
-        time.sleep(1e-4)
+        runs.append(len(runs))
+        if len(runs) > 2:
+            ran.set()
 
-    probe = probing.Probe("slow", Work(), lambda: time.sleep(0.01), concurrent=concurrent)
+    probe = probing.Probe("slow", Work(), lambda: ran.wait(HANG_S), concurrent=concurrent)
     calibrate._seconds(probe, 2, CPU)
     done = len(runs)
-    assert done > 2
+    assert ran.is_set()
     time.sleep(0.005)
     assert len(runs) == done
 

@@ -2,8 +2,9 @@
 
 import math
 import os
+import queue
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from executors.calibration.core_contention import (
     lost_beside,
     with_crowded_cores,
 )
-from tests.support.waiting import wait_until
 from topology import detect
 
 
@@ -53,7 +53,16 @@ class BusyClock:
 
     def __init__(self, monkeypatch, beside, num_pieces):
         self.now, self.beside, self.num_pieces = 0.0, beside, num_pieces
-        self.left, self.ended = 0, threading.Event()
+        self.left, self.ended, self.exchanging = 0, threading.Event(), None
+        started = threading.Thread.start
+
+        def start(thread):
+            if thread.name == "zosim-exchanges":
+                self.ended.clear()
+                self.left, self.exchanging = self.num_pieces, thread
+            started(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
         monkeypatch.setattr(core_contention.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(core_contention.torch, "mm", self.work)
 
@@ -63,6 +72,7 @@ class BusyClock:
             self.left -= 1
             if not self.left:
                 self.ended.set()
+                self.exchanging.join()  # it ends now, whenever the machine lets it run
 
     def exchanges(self):
         self.ended.wait()
@@ -74,52 +84,47 @@ class BusyClock:
 @pytest.mark.parametrize("beside", [1.0, 1.5, 3.0])
 def test_what_is_lost_beside_exchanges_is_what_bursts_take_longer(monkeypatch, beside):
     clock = BusyClock(monkeypatch, beside, num_pieces=400)
-    started = threading.Thread.start
+    lost, span_s = lost_beside(clock.exchanges, clock.gather)
+    assert lost == pytest.approx(1 - 1 / beside)
+    assert span_s == pytest.approx(4.0 * beside)
 
-    def start(thread):
-        if thread.name == "zosim-exchanges":
-            clock.ended.clear()
-            clock.left = clock.num_pieces
-        started(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+class ThreadClocks(threading.local):
+    """A clock for each thread: one that waits for a semaphore goes on at the moment at which another released it."""
 
-    def is_measured():
-        lost, span_s = lost_beside(clock.exchanges, clock.gather)
-        # A burst of ten pieces may still count after the last of the four hundred; more where a thread is not let run.
-        return lost == pytest.approx(1 - 1 / beside, abs=0.05) and span_s == pytest.approx(
-            4.0 * beside, abs=0.2
-        )
+    now_s = 0.0
 
-    wait_until(is_measured, "a moment in which both threads run")
+    def semaphore(self, _):
+        released = queue.SimpleQueue()
+
+        def acquire():
+            self.now_s = max(self.now_s, released.get())
+
+        return SimpleNamespace(acquire=acquire, release=lambda: released.put(self.now_s))
 
 
 @pytest.mark.parametrize(("waited_s", "lost_s"), [(0.0, 0.0), (0.004, 0.0), (0.002, 0.003)])
 def test_what_a_message_costs_is_what_it_and_work_take_longer_together(monkeypatch, waited_s, lost_s):
-    computes, asks = threading.Event(), threading.Event()
+    clocks, threads, chunks = ThreadClocks(), [], []
+
+    def thread(**options):
+        threads.append(threading.Thread(**options))
+        return threads[-1]
 
     def message():
-        asks.set()
-        time.sleep(0.001)
-        time.sleep(waited_s * computes.is_set())
+        # Only the chunk that warms up comes before the messages that are sent alone.
+        clocks.now_s += 0.001 + waited_s * (len(chunks) > 1)
 
     def chunk():
-        computes.set()
-        time.sleep(0.008)
-        time.sleep(lost_s * asks.is_set())
-        asks.clear()
-        computes.clear()
+        chunks.append(clocks.now_s)
+        clocks.now_s += 0.008 + lost_s * any(thread.is_alive() for thread in threads)
 
-    monkeypatch.setattr(core_contention, "_NUM_MESSAGES", 15)
+    fake = SimpleNamespace(Semaphore=clocks.semaphore, Thread=thread)
+    monkeypatch.setattr(core_contention, "threading", fake)
+    monkeypatch.setattr(core_contention, "time", SimpleNamespace(perf_counter=lambda: clocks.now_s))
     monkeypatch.setattr(core_contention, "_chunk", lambda: chunk)
-
-    def is_measured():
-        asks.clear()
-        found = costs_beside(message, lambda moments_s: moments_s, lambda number: [number])
-        return found == pytest.approx((waited_s, lost_s), abs=0.001)
-
-    # Sleeping threads are woken late where other tests keep the cores.
-    wait_until(is_measured, "a moment in which threads wake in time")
+    found = costs_beside(message, lambda moments_s: moments_s, lambda number: [number])
+    assert found == pytest.approx((waited_s, lost_s))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks of one core have nobody beside them")
