@@ -260,6 +260,26 @@ def _install(environment: Environment) -> None:
         if torch:
             _pip(environment, *torch)
     _pip(environment, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    _compile(environment)
+
+
+def _compile(environment: Environment) -> None:
+    """Compile all modules on all cores, but for those that hardly anybody imports; pip would take a minute of one core for all."""
+    unused = r"site-packages.(.*[/\\])?tests?[/\\]|site-packages.transformers.models.(?!auto)"
+    packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
+    command = [
+        environment.python,
+        "-m",
+        "compileall",
+        "-qq",
+        "-j",
+        "0",
+        "-x",
+        unused,
+        environment.folder,
+        *packages,
+    ]
+    subprocess.run(command, check=False)  # some packages have files for other Pythons
 
 
 def _newest() -> list[str]:
@@ -277,7 +297,7 @@ def _newest() -> list[str]:
 def _pip(environment: Environment, *arguments: str | Path) -> None:
     command: Sequence[str | Path] = [
         *(environment.python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"),
-        *("--retries", "3", "--log", environment.pip_log, *arguments),
+        *("--no-compile", "--retries", "3", "--log", environment.pip_log, *arguments),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         errors = _follow(pip)

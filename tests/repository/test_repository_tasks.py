@@ -112,12 +112,33 @@ def test_an_interrupted_installation_is_taken_up_again(
     assert installed == [made]
 
 
+def test_what_is_imported_is_compiled_and_a_file_of_another_python_is_no_error(
+    environment: ModuleType, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "clone")
+    made.folder, made.python = tmp_path / "tests" / ".venv", sys.executable
+    installed = made.folder / "lib" / "site-packages"
+    for name in (
+        "one/a.py",
+        "one/tests/a.py",
+        "transformers/models/auto/a.py",
+        "transformers/models/opt/a.py",
+    ):
+        (installed / name).parent.mkdir(parents=True)
+        (installed / name).write_text("1")
+    (installed / "old.py").write_text("print 1")
+    environment._compile(made)
+    compiled = {path.parents[1].relative_to(installed).as_posix() for path in installed.rglob("*.pyc")}
+    assert compiled == {"one", "transformers/models/auto"}
+
+
 @pytest.mark.parametrize("torch", [None, "2.11.0"])
 def test_other_packages_are_installed_by_hash_and_torch_where_this_python_brings_none(
     environment: ModuleType, made: Any, monkeypatch: pytest.MonkeyPatch, torch: str | None
 ) -> None:
     calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(environment, "_pip", lambda _, *words: calls.append(tuple(map(str, words))))
+    monkeypatch.setattr(environment, "_compile", lambda _: None)
     monkeypatch.setattr(environment, "_usable_torch", lambda *_, **__: torch)
     environment._install(made)
     hashed, *torches, project = calls
