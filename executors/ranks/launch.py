@@ -368,10 +368,11 @@ def _report(
             f"{who} failed{at}: {failure.message}",
             hint="a traceback above is a bug in zosim; please report it",
         )
+    if world_size == 1:  # says itself what could not be done, perhaps after the last instruction
+        return RunError(failure.message, hint=failure.hint)
     # What an instruction could not do begins with its name.
     at = "" if failure.message.startswith(left.line) else at
-    message = f"{who} stopped{at}: {failure.message}" if world_size > 1 else f"{failure.message}{at}"
-    return RunError(message, hint=failure.hint)
+    return RunError(f"{who} stopped{at}: {failure.message}", hint=failure.hint)
 
 
 def _ended(template: str, exit_code: int) -> RunError:
