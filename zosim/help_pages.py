@@ -149,10 +149,12 @@ def _page(command: Any, ctx: Any) -> Iterator[str]:
             yield from _wrapped(" ".join(paragraph.split()), width, "")
     if commands:
         listed = [command.get_command(ctx, name) for name in command.list_commands(ctx)]
-        rows = {item.name: (item.help or "").strip().partition("\n")[0] for item in listed}
-        headings = COMMANDS if "plan" in rows else {"Commands": tuple(rows)}
+        summaries = {item.name: (item.help or "").strip().partition("\n")[0] for item in listed}
+        headings = COMMANDS if "plan" in summaries else {"Commands": tuple(summaries)}
         for heading, members in headings.items():
-            yield from _section(heading, [(name, rows[name]) for name in members if name in rows], width)
+            yield from _section(
+                heading, [(name, summaries[name]) for name in members if name in summaries], width
+            )
     if arguments:
         rows = [(argument_name(item), meaning(item, types.get(item.name))) for item in arguments]
         yield from _section("Arguments", rows, width)
