@@ -362,20 +362,26 @@ class Topology(FrozenModel):
         """
         return self._routes.resources
 
-    def with_assumed_memory(self, factor: float) -> Topology:
+    def with_assumed_memory(self, factor: float, reached: float | None = None) -> Topology:
         """Return the machine with another bandwidth of each host memory whose bandwidth is assumed.
 
         Parameters
         ----------
         factor : float
-            Factor on the assumed bandwidths. A machine that assumes none is returned unchanged.
+            Factor on the assumed bandwidths. A machine of which nothing changes is returned itself.
+        reached : float, optional
+            Part of its peak bandwidth that a memory reaches, where that is assumed or estimated; by default what the machine says.
         """
         nodes = list(self.nodes)
-        for position, node in enumerate(nodes):
-            figure = node.bandwidth
-            if node.type == "memory" and figure is not None and figure.basis == "assumed":
-                scaled = figure.model_copy(update={"value": figure.value * factor})
-                nodes[position] = node.model_copy(update={"bandwidth": scaled})
+        for position, node in enumerate(nodes if factor != 1 or reached is not None else ()):
+            update = {}
+            if node.type == "memory" and node.bandwidth is not None and node.bandwidth.basis == "assumed":
+                update["bandwidth"] = node.bandwidth.model_copy(update={"value": node.bandwidth.value * factor})
+            known = node.efficiency
+            if reached is not None and known is not None and known.basis in ("assumed", "estimated"):
+                update["efficiency"] = known.model_copy(update={"value": reached})
+            if update:
+                nodes[position] = node.model_copy(update=update)
         return self if tuple(nodes) == self.nodes else self.model_copy(update={"nodes": tuple(nodes)})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Topology:  # noqa: ARG002

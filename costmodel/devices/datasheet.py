@@ -25,7 +25,7 @@ from costmodel.devices.gpus import (
 from costmodel.formats import CAST_FORMATS, CAST_PAIRS, COMPUTE_FORMATS, FORMATS, DType
 from costmodel.formats.distributions import DISTRIBUTIONS, SamplingClass
 from costmodel.formats.quant_passes import PASSES
-from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Bound, Constant, Profile
 from topology import Topology
 from topology.errors import TopologyError
 from topology.schema import DeviceSpec
@@ -167,6 +167,8 @@ _LOOPBACK: Spread = (LOOPBACK_BYTES_PER_S, 0.3e9, 8e9)
 _LOOPBACK_SOURCE = "assumed: gloo through the host's loopback, a copy into the socket and one out of it"
 ASSUMED_MEMORY = (0.5, 2.0)
 """Between which multiples of it the bandwidth of a host's memory lies where it is assumed: one socket of two, or older channels."""
+_REACHED_MEMORY = (0.8, 0.9)
+"""Part of the channels' peak that STREAM reaches, where a machine only estimates its own."""
 _COPY_GPU: Spread = (1.0, 0.88, 1.12)
 _GPU_SAMPLING: dict[SamplingClass, Spread] = {"normal": (1.75, 1.2, 3.5), "rademacher": (3.5, 1.5, 8.0)}
 _GPU_SAMPLING_SOURCE = (
@@ -585,6 +587,13 @@ def _thread_bandwidth(spec: DeviceSpec, threads: int) -> Spread:
         min(core * threads, factor * memory) for core, factor in zip(_CORE_BANDWIDTH, _STREAM, strict=True)
     )
     return value, low, high
+
+
+def host_memory_at(topology: Topology, bound: Bound) -> Topology:
+    """Return a machine whose host memories are as fast as makes steps shortest or longest, where their figures are assumed or estimated."""
+    (slower, faster), (least, most) = ASSUMED_MEMORY, _REACHED_MEMORY
+    factor, reached = {"low": (faster, most), "central": (1.0, None), "high": (slower, least)}[bound]
+    return topology.with_assumed_memory(factor, reached)
 
 
 def _copy_constants(topology: Topology, device_id: str, spec: DeviceSpec) -> Iterator[Constant]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from costmodel.devices.datasheet import ASSUMED_MEMORY
+from costmodel.devices.datasheet import host_memory_at
 from costmodel.rates.profile import Bound, Profile
 from costmodel.rates.slowdown import at_slowdown, off_slowdown, slowdown_in
 from topology.errors import ProgramError, TimelineError
@@ -267,16 +267,16 @@ class PlannedRun:
         return World.of(self.programs, self.machines)
 
     def bounding_step_s(self, bound: Bound) -> float:
-        """Return the seconds per step with every constant, and every assumed memory bandwidth, at one end of its interval.
+        """Return the seconds per step with every constant, and what is assumed of the host's memory, at one end of its interval.
 
         Parameters
         ----------
         bound : {"central", "low", "high"}
             End of the intervals of the profile's constants; the values themselves if ``central``.
         """
-        # Memory that nobody has measured is part of what is uncertain.
-        slower, faster = ASSUMED_MEMORY
-        topology = self.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[bound])
+        # Memory that nobody has measured is part of what is uncertain, where a step depends on it.
+        uses_memory = self.plan.is_offloaded or not self.plan.placement.is_on_gpus
+        topology = host_memory_at(self.topology, bound) if uses_memory else self.topology
         machines = self.machines if topology is self.topology else self._machines_of(topology)
         return self._periodic_step_s(World.of(self.programs, machines, bound))
 
