@@ -247,6 +247,22 @@ class Machine:
             ),
         )
 
+    @cached_property
+    def alone(self) -> tuple[object, ...]:
+        """What decides what activities take with nothing beside them: of a GPU's links and memories, what limits each route."""
+        if not self.kernels:
+            return self.shape
+        profile, _, *others = self.shape
+        own = (self.kernels, self.cores, self.issuer)
+        limits = (
+            min((self.capacities[name] for name in route), default=math.inf)
+            for known in (self.routes, self.far_routes)
+            for route in known.values()
+        )
+        drives = self.drives and (self.drives.read_bytes_per_s, self.drives.write_bytes_per_s)
+        capacities = (self.capacities[name] if name in own else None for name in self.capacities)
+        return (profile, *capacities, *limits, drives, *others)
+
     def among_ranks(self) -> Machine:
         """Return the machine of a rank that has others on its host: cores that all work at once do less than one alone."""
         slowdown = self.profile.values().get("ranks_slowdown", 1.0)

@@ -60,7 +60,9 @@ class Profiles:
     num_threads: int | None = None
     is_host: bool = False
     before: Topology | None = None  # the machine before its figures changed, which calibrated rates are of
-    _known: dict[object, Profile] = field(default_factory=dict, compare=False, repr=False)
+    # Those made before, also of other machines: equal ones are one object, so that machines with them are seen to be alike.
+    known: dict[Profile, Profile] = field(default_factory=dict, compare=False, repr=False)
+    _of_devices: dict[object, Profile] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, device: str, num_ranks: int = 1) -> Profile:
         """Return what operations cost on a device that `num_ranks` ranks share.
@@ -74,7 +76,7 @@ class Profiles:
         if spec.type == "cpu" and threads is None and num_ranks > 1:
             threads = max(1, spec.num_cores // num_ranks)
         key = (self._isomorphic.representative(device), threads)
-        if key not in self._known:
+        if key not in self._of_devices:
             made = profile_for(
                 self.before or self.topology,
                 device,
@@ -84,13 +86,12 @@ class Profiles:
             )
             if self.before is not None:
                 made = _carried_over(made, self.before, self.topology, device)
-            # Equal profiles are one, so that machines with them are seen to be alike.
-            self._known[key] = next((known for known in self._known.values() if known == made), made)
-        return self._known[key]
+            self._of_devices[key] = self.known.setdefault(made, made)
+        return self._of_devices[key]
 
     def on(self, topology: Topology) -> Profiles:
         """Return what operations cost on the same machine with other figures."""
-        return replace(self, topology=topology, before=self.before or self.topology, _known={})
+        return replace(self, topology=topology, before=self.before or self.topology, _of_devices={})
 
     @cached_property
     def _isomorphic(self) -> IsomorphicHosts:

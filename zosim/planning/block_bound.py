@@ -104,7 +104,7 @@ class BlockBounder:
 
     def loss_s(self, plan: Plan, rank: int, machine: Machine) -> float:
         """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""
-        key = len(plan.rows_of(rank)), plan.forward, plan.weights, plan.low_bits, machine.shape
+        key = len(plan.rows_of(rank)), plan.forward, plan.weights, plan.low_bits, machine.alone
         if key not in self._loss_s:
             self._loss_s[key] = estimate(StepWriter(plan, rank).loss_work(), machine.profile).seconds
         return self._loss_s[key]
@@ -117,7 +117,7 @@ class BlockBounder:
         """Return what `rank` of `plan` takes on `machine`, at least."""
         role, num_staging_buffers = _role(plan, rank), plan.residency.num_staging_buffers
         # Ranks that do the same on machines alike but for names have one bound.
-        key = role, _shares(plan, rank), num_staging_buffers, plan.forward.loss_chunk_tokens, machine.shape
+        key = role, _shares(plan, rank), num_staging_buffers, plan.forward.loss_chunk_tokens, machine.alone
         if key not in self._known_bounds:
             stage, prices = self._stage(plan, rank, machine)
             two_blocks = self._two_blocks_of(plan, rank, role)
@@ -182,7 +182,7 @@ class BlockBounder:
         role = _role(plan, rank)
         two_blocks = self._two_blocks_of(plan, rank, role)
         shares = _shares(plan, rank)
-        key = role, shares, plan.forward.loss_chunk_tokens, machine.shape
+        key = role, shares, plan.forward.loss_chunk_tokens, machine.alone
         if key not in self._prices:
             loss = self._loss_work(plan, rank, role)
             # Every resource has a place, so that loads of machines alike can be added by position.

@@ -159,6 +159,7 @@ class Hardware:
         profile: str | Path | None = None,
         num_threads: int | None = None,
         is_calibrated: bool = True,
+        known: dict[Profile, Profile] | None = None,
     ) -> Hardware:
         """Return a topology as hardware to plan for.
 
@@ -166,9 +167,11 @@ class Hardware:
         - `max_ranks`: by default one for every device, or for the one that is named.
         - `profile`: calibrated rates; by default those of this machine's calibration, or of data sheets.
         - `is_calibrated`: whether this machine's own calibration counts, not its data sheets alone.
+        - `known`: profiles of other machines, of which equal ones are shared; more are added.
         """
         is_host = name == HOST and is_calibrated
-        profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=is_host)
+        shared = {} if known is None else known
+        profiles = Profiles(topology, path=profile, num_threads=num_threads, is_host=is_host, known=shared)
         all_devices = topology.compute_devices
         fastest = next(iter(DeviceChoice(topology, all_devices[0].type).by_host.values()))[0]
         first = device or fastest

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from costmodel.devices.datasheet import ASSUMED_MEMORY
+from costmodel.devices.datasheet import host_memory_at
 from costmodel.devices.prices import Payment, Range
 from costmodel.rates.profile import Bound, Profile
 from topology.errors import PlanError
@@ -65,9 +65,12 @@ class Job:
         """Return the plan that the planner chooses on a machine, simulated, and what else it weighed."""
         return choose(self.request(name, topology, num_devices), self.bounder)
 
-    @staticmethod
-    def _hardware(name: str, topology: Topology, num_devices: int) -> Hardware:
-        return Hardware.of(topology, name, max_ranks=num_devices, is_calibrated=False)
+    def _hardware(self, name: str, topology: Topology, num_devices: int) -> Hardware:
+        return Hardware.of(topology, name, max_ranks=num_devices, is_calibrated=False, known=self._profiles)
+
+    @cached_property
+    def _profiles(self) -> dict[Profile, Profile]:
+        return {}
 
     def hours(self, step_s: Range) -> Range:
         """Return what the job takes at so many seconds a step."""
@@ -115,9 +118,9 @@ def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
 
 
 def _at_end(request: Request, end: Bound) -> Request:
-    """Return a request with the first device's constants, and assumed memory bandwidths, at one end of their intervals."""
-    hardware, (slower, faster) = request.hardware, ASSUMED_MEMORY
-    topology = hardware.topology.with_assumed_memory({"low": faster, "central": 1.0, "high": slower}[end])
+    """Return a request with the first device's constants, and what is assumed of host memory, at one end of their intervals."""
+    hardware = request.hardware
+    topology = host_memory_at(hardware.topology, end)
     profile = _fixed(hardware.profile, end)
     return replace(request, hardware=replace(hardware, topology=topology, profile=profile, profiles=None))
 
