@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from costmodel.devices.prices import (
 )
 from costmodel.models.configs import read_model_spec
 from topology.errors import PlanError
+from topology.figures import Basis
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
@@ -111,19 +112,22 @@ class Answer:
                 )
             quote = best.cost.rent or self.market.prices.machine(best.machine.name).purchase
             if quote is not None:
-                sentences.append(f"its price is {quote.basis}, of {quote.of or quote.date}: {quote.source}")
+                price = _PRICES.get(quote.basis, "a list price")
+                sentences.append(f"its price is {price} of {quote.of or quote.date}: {quote.source}")
             if self.market.limits.monthly is not None:
                 months = self.market.limits.waited(best.cost).value / HOURS_PER_MONTH
                 when = "within the first month" if months <= 1 else f"after {plain(months)} months"
                 sentences.append(
                     f"with {plain(self.market.limits.monthly)} {currency} a month it ends {when}"
                 )
-        if self.extremes:
-            cheapest, fastest = self.extremes
-            sentences.append(
-                f"least money: {_spent(cheapest, currency)}, {_named(cheapest)}, {plain(cheapest.cost.hours.value)} hours; "
-                f"least time: {plain(fastest.cost.hours.value)} hours, {_named(fastest)}, {_spent(fastest, currency)}"
-            )
+        extremes = zip(("least money", "least time"), self.extremes, strict=False)
+        others = [(what, offer) for what, offer in extremes if offer not in within[:1]]
+        sentences += [
+            f"{what}: {_named(offer)}, {plain(offer.cost.hours.value)} hours, {_spent(offer, currency)}"
+            for what, offer in others
+        ]
+        if len(within) > 1 and not others:
+            sentences.append("no other offer takes less money or less time")
         steps = about_steps(job.num_steps, self.num_examples)
         if within and self.num_examples is not None:
             hours, spent = within[0].cost.hours.value, within[0].cost.money.value
@@ -426,12 +430,16 @@ def _named(offer: Offer) -> str:
     return f"{machine.name} ({offer.cost.terms}, {devices})"
 
 
+_PRICES: Mapping[Basis, str] = {"estimated": "an estimate", "assumed": "an assumption", "measured": "a quote"}
+"""What a price is, by what kind of knowledge it is; others are list prices."""
+
+
 def _spent(offer: Offer, currency: str) -> str:
     """Return what leaves the account, and of a machine that must be bought what the job wears off."""
     spent = f"{plain(offer.cost.spent.value)} {currency}"
     if offer.cost.outlay is None:
         return spent
-    return f"{spent} to buy it, and {plain(offer.cost.money.value)} {currency} of wear and electricity"
+    return f"{spent} to buy it, or {plain(offer.cost.money.value)} {currency} of wear and electricity if you own it"
 
 
 def _with_unit(interval: Range, unit: str) -> str:

@@ -178,7 +178,9 @@ def shortfall(search: OfferSearch, machines: Mapping[str, Topology]) -> tuple[st
         counts.total(),
         "the machine cannot" if len(machines) == 1 else f"none of the {len(machines)} machines can",
     )
-    first = f"{of} do the job; {num} option{'s fail' if num > 1 else ' fails'}: {why}"
+    if num == 1:
+        (why,) = (_WORDS[cause] for cause in counts)
+    first = f"{of} do the job{f'; {num} options fail' if num > 1 else ''}: {why}"
     return (first, *_remedies(search, machines))
 
 
