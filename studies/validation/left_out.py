@@ -19,8 +19,10 @@ from unittest.mock import patch
 
 from costmodel import estimate
 from costmodel.devices import datasheet, gpus, nccl
+from costmodel.models import training
 from costmodel.scoring import Row, Score
-from zosim.applications.validation import codes
+from zosim.applications.first_order import recipes
+from zosim.applications.validation import codes, drives
 from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Outcome, joined
@@ -137,6 +139,7 @@ def _other_kernel(code: codes.SystemCode, factor: float) -> codes.SystemCode:
 _PRODUCTS, _ATTENTION = ("matmul",), ("attention", "attention_backward")
 _NETWORK, _STEPS = ("all_reduce",), ("first_order_step",)
 _MEMORY = ("device_memory", "first_order_memory")
+_RECIPE_MEMORY, _RECIPE_SPEED = ("first_order_memory",), ("first_order_throughput",)
 
 CHOSEN = (
     Chosen("rates of tiles smaller than the largest", _PRODUCTS, _tiles, 10.0, "all tiles reach the same"),
@@ -191,6 +194,13 @@ CHOSEN = (
     ),
     Chosen("context", _MEMORY, _number(datasheet, "_CONTEXT"), 0.5, "the least that is known"),
     Chosen("slack of temporaries", _MEMORY, _gpu_constant("allocator_slack"), 0.0, "none"),
+    Chosen("cache, equal lengths", _RECIPE_MEMORY, _number(training, "CACHED"), 0.0, "nothing is kept"),
+    Chosen("cache, unlike lengths", _RECIPE_MEMORY, _number(training, "CACHED_UNLIKE"), 0.0, "nothing is kept"),
+    Chosen("cache, gathered weights", _RECIPE_MEMORY, _number(training, "CACHED_SHARDED"), 0.0, "nothing is kept"),
+    Chosen("libraries' workspaces", _RECIPE_MEMORY, _number(training, "LIBRARY_BYTES"), 0.0, "none"),
+    Chosen("fragments under ZeRO's third stage", _RECIPE_MEMORY, _number(training, "_ZERO3_FRAGMENTED"), 0.0, "none"),
+    Chosen("hooks of ZeRO's third stage", _RECIPE_SPEED, _number(recipes, "_HOOKS_S"), 0.0, "none"),
+    Chosen("part of the drives' reads", ("nvme_streamed",), _number(drives, "_SUSTAINED"), 1 / 0.92, "all of them"),
 )  # fmt: skip
 """As listed in docs/explanation/data-sheet-predictions.md."""
 
