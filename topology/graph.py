@@ -376,7 +376,9 @@ class Topology(FrozenModel):
         for position, node in enumerate(nodes if factor != 1 or reached is not None else ()):
             update = {}
             if node.type == "memory" and node.bandwidth is not None and node.bandwidth.basis == "assumed":
-                update["bandwidth"] = node.bandwidth.model_copy(update={"value": node.bandwidth.value * factor})
+                update["bandwidth"] = node.bandwidth.model_copy(
+                    update={"value": node.bandwidth.value * factor}
+                )
             known = node.efficiency
             if reached is not None and known is not None and known.basis in ("assumed", "estimated"):
                 update["efficiency"] = known.model_copy(update={"value": reached})

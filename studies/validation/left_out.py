@@ -22,7 +22,7 @@ from costmodel.devices import datasheet, gpus, nccl
 from costmodel.models import training
 from costmodel.scoring import Row, Score
 from zosim.applications.first_order import recipes
-from zosim.applications.validation import codes, drives
+from zosim.applications.validation import codes, passes
 from zosim.applications.validation.measured_machines import MeasuredMachines
 from zosim.applications.validation.predicting import outcome
 from zosim.applications.validation.rows import Forecast, MeasuredRow, Outcome, joined
@@ -200,7 +200,7 @@ CHOSEN = (
     Chosen("libraries' workspaces", _RECIPE_MEMORY, _number(training, "LIBRARY_BYTES"), 0.0, "none"),
     Chosen("fragments under ZeRO's third stage", _RECIPE_MEMORY, _number(training, "_ZERO3_FRAGMENTED"), 0.0, "none"),
     Chosen("hooks of ZeRO's third stage", _RECIPE_SPEED, _number(recipes, "_HOOKS_S"), 0.0, "none"),
-    Chosen("part of the drives' reads", ("nvme_streamed",), _number(drives, "_SUSTAINED"), 1 / 0.92, "all of them"),
+    Chosen("part of the drives' reads", ("nvme_streamed",), _number(passes, "_SUSTAINED"), 1 / 0.92, "all of them"),
 )  # fmt: skip
 """As listed in docs/explanation/data-sheet-predictions.md."""
 
