@@ -94,13 +94,19 @@ class BlockBounder:
         self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
         self._passes_s: dict[Hashable, float] = {}
+        self._pipelines: dict[Hashable, tuple[list[StageStep], float]] = {}
         self._few_blocks: dict[int, ModelSpec] = {}
 
     def pipeline_s(self, plan: Plan, ranks: Sequence[int], machines: Sequence[Machine]) -> float:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
         if not plan.copies_overlap:
             return 0.0
-        return period_s([self._stage(plan, rank, machines[rank])[0] for rank in ranks])
+        stages = [self._stage(plan, rank, machines[rank])[0] for rank in ranks]
+        # With the graphs and the seconds that the key names, which so stay alive.
+        key = tuple((id(stage.graph), id(stage.seconds), stage.step_s) for stage in stages)
+        if key not in self._pipelines:
+            self._pipelines[key] = stages, period_s(stages)
+        return self._pipelines[key][1]
 
     def loss_s(self, plan: Plan, rank: int, machine: Machine) -> float:
         """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""

@@ -21,6 +21,7 @@ References
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from graphlib import TopologicalSorter
 from typing import Generic, TypeVar
 
@@ -68,7 +69,7 @@ class MaxPlus(Generic[Time]):
         self.starts: list[dict[int, Time]] = []
         self.ends: list[dict[int, Time]] = []
         self._zero: Time = zero
-        self._latest: Callable[[Time, Time], Time] = latest
+        self._latest: Callable[..., Time] = latest
 
     def advance(self, nodes: Iterable[Node], seconds: Iterable[Time]) -> dict[int, Time]:
         """Evaluate the next position and return its ends.
@@ -81,15 +82,15 @@ class MaxPlus(Generic[Time]):
             What each takes.
         """
         position, latest, all_ends = len(self.ends), self._latest, self.ends
+        is_plain: bool = latest is max
         starts: dict[int, Time] = {}
         ends: dict[int, Time] = {}
         self.starts.append(starts)
         all_ends.append(ends)
         for (number, edges), alone_s in zip(nodes, seconds, strict=True):
-            start_s = self._zero
-            for distance, before in edges:
-                if distance <= position:
-                    start_s = latest(start_s, all_ends[position - distance][before])
+            awaited = [all_ends[position - distance][n] for distance, n in edges if distance <= position]
+            # One call for all of them: most of a bound's time goes here.
+            start_s = latest([self._zero, *awaited]) if is_plain else reduce(latest, awaited, self._zero)
             starts[number], ends[number] = start_s, start_s + alone_s
         return ends
 
