@@ -200,6 +200,14 @@ CHOSEN = (
     Chosen("libraries' workspaces", _RECIPE_MEMORY, _number(training, "LIBRARY_BYTES"), 0.0, "none"),
     Chosen("fragments under ZeRO's third stage", _RECIPE_MEMORY, _number(training, "_ZERO3_FRAGMENTED"), 0.0, "none"),
     Chosen("hooks of ZeRO's third stage", _RECIPE_SPEED, _number(recipes, "_HOOKS_S"), 0.0, "none"),
+    Chosen(
+        "beginning of fms-acceleration's runs",
+        _RECIPE_SPEED,
+        _code("fms-acceleration", lambda code, factor: replace(code, begin_s=factor * code.begin_s)),
+        0.0,
+        "steps alone count",
+        codes=("fms-acceleration",),
+    ),
     Chosen("part of the drives' reads", ("nvme_streamed",), _number(passes, "_SUSTAINED"), 1 / 0.92, "all of them"),
 )  # fmt: skip
 """As listed in docs/explanation/data-sheet-predictions.md."""

@@ -116,7 +116,10 @@ def throughput(row: MeasuredRow, measured_machine: MeasuredMachine) -> Forecast:
     run = training_run(row, measured_machine)
     devices = measured_machine.devices_of(row, run.num_devices)
     tokens = run.num_devices * run.tokens * run.accumulation
+    begin_s = code_of(row["code"]).begin_s
     seconds = bounded(
-        lambda bound: step_seconds(run, measured_machine.topology, devices, measured_machine.profile, bound)
+        lambda bound: (
+            begin_s + step_seconds(run, measured_machine.topology, devices, measured_machine.profile, bound)
+        )
     )
     return Forecast.of_rate(tokens, seconds, _TIME_SPREAD)
