@@ -133,8 +133,8 @@ def test_examples_make_steps_and_the_answer_says_what_they_compare_with():
     )
     assert answer.market.job.num_steps == 188  # 3,000 examples in batches of 16
     first, source, *_, last = answer.sentences()
-    assert source.startswith("its price is estimated, of 2026-05-15: https://")
-    assert first.startswith("h200-1x (on-demand, 1 device) does 188 steps in ")
+    assert source.startswith("its price is a list price of 2026-09-25: https://")
+    assert first.startswith("h200-1x (on-demand RunPod, 1 device) does 188 steps in ")
     assert "plan for 1,880 to 18,800" in last
     money = answer.offers[0].cost.money.value
     assert answer.to_data()["offers"][0]["money_per_1000_steps"].value == pytest.approx(money / 0.188)

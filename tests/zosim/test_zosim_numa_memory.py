@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from costmodel import read_model_spec
+from costmodel.devices.datasheet import host_memory_at
 from tests.support.requests import request_for
 from topology import Topology, from_nvidia_smi_topo, load_preset, resolve
 from topology.errors import DoesNotFit
@@ -133,6 +134,14 @@ def test_a_plan_names_what_of_the_host_nobody_stated() -> None:
     assert "assumed, as nothing declares it: the size of dram0, 256 GiB and the 16 cores of cpu0" in others
     stated = SimpleNamespace(plan=plan, topology=load_preset("dgx-h100"), far_shares={})
     assert list(about_host_memory(stated)) == []
+
+
+def test_the_part_of_its_peak_that_memory_reaches_is_an_estimate() -> None:
+    preset = load_preset("dgx-h100")
+    ends = [host_memory_at(preset, end).resources["dram0"].bandwidth_bytes_per_s for end in ("high", "low")]
+    middle = preset.resources["dram0"].bandwidth_bytes_per_s
+    assert [end / middle for end in ends] == pytest.approx([0.8 / 0.85, 0.9 / 0.85])
+    assert host_memory_at(preset, "central") is preset
 
 
 def test_assumed_bandwidths_that_never_limit_widen_nothing() -> None:
