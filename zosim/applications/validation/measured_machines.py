@@ -85,7 +85,7 @@ class MeasuredMachines:
     def renewed(self) -> MeasuredMachines:
         """Return the same machines without what their devices were found to do: their profiles are made again."""
         known = {
-            name: replace(measured_machine, profiles=replace(measured_machine.profiles, _known={}))
+            name: replace(measured_machine, profiles=replace(measured_machine.profiles, _of_devices={}))
             for name, measured_machine in self._known.items()
         }
         return replace(self, _known=known)
