@@ -88,7 +88,7 @@ def _counted_tokens(row: MeasuredRow) -> int:
             return row.count("seq")
         case "generated_tokens_per_s":
             return row.count_or("generated_tokens", 1)
-    raise Unpredictable(f"quantity {row['quantity']!r} must be tokens_per_s or generated_tokens_per_s")
+    raise Unpredictable(f"quantity {row['quantity']!r} must be one of generated_tokens_per_s, tokens_per_s")
 
 
 _STREAMED_SPREAD = (0.48, 1.3)
