@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from costmodel.param_passes import copy_work
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted, returning
 from zosim.program.contents import GeneratorState
 from zosim.program.instructions import Stream
 
@@ -17,9 +17,7 @@ def short_grid(shipped, rows, spec, *rest, **named):
     return (parameters[0] * levels / (levels + 1),) if spec.grid == "symmetric" and levels else parameters
 
 
-@planted("executors.codecs.grids:Fitted.scaled", "rounding up")
-def rounding_up(shipped, self, values):
-    return shipped(self, values).ceil_()
+rounding_up = returning("executors.codecs.grids:Fitted.scaled", "rounding up", lambda it: it.ceil_())
 
 
 def wider_normals(factor: float, name: str) -> Fault:
@@ -46,14 +44,18 @@ def updates_without_rank(shipped, rank, rank_power):
     return shipped(rank, rank_power) if rank_power == -0.5 else 1.0
 
 
-@planted("executors.steps.arithmetic:ParamPass.perturb", "second perturbation by -ε, not -2ε")
-def second_by_epsilon(shipped, self, theta, z, scale, *rest):
-    shipped(self, theta, z, 1 if scale > 0 else -1, *rest)
+second_by_epsilon = called_with(
+    "executors.steps.arithmetic:ParamPass.perturb",
+    "second perturbation by -ε, not -2ε",
+    scale=lambda scale: 1 if scale > 0 else -1,
+)
 
 
-@planted("executors.steps.arithmetic:ParamPass.update", "an update that climbs")
-def climbing(shipped, *given, learning_rate, **named):
-    shipped(*given, learning_rate=-learning_rate, **named)
+climbing = called_with(
+    "executors.steps.arithmetic:ParamPass.update",
+    "an update that climbs",
+    learning_rate=lambda learning_rate: -learning_rate,
+)
 
 
 @planted("executors.steps.arithmetic:projected_gradient", "a central difference divided by ε")
@@ -88,9 +90,11 @@ def present_rate(shipped, self, offset):
     return source and replace(source, learning_rate=self.learning_rate or source.learning_rate)
 
 
-@planted("executors.steps.ops.param_passes:ParamPasses.update", "perturbations summed, not averaged")
-def perturbations_summed(shipped, self, instruction):
-    return shipped(altered(self, num_perturbations=1), instruction)
+perturbations_summed = called_with(
+    "executors.steps.ops.param_passes:ParamPasses.update",
+    "perturbations summed, not averaged",
+    self=lambda it: altered(it, num_perturbations=1),
+)
 
 
 @planted("zosim.lowering.rank:Rank.is_delayed", "updates that do not wait for their block's turn")

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
@@ -126,6 +127,37 @@ def altered(whole: Any, **attributes: Any) -> Any:
     return other
 
 
+def called_with(target: str, name: str, /, **arguments: Any) -> Fault:
+    """Return a fault by which a function is called with other arguments: each a value, or a function of the shipped call's.
+
+    Examples
+    --------
+    >>> called_with("executors.runs.records:seed_of", "steps counted from 1", step=lambda step: step + 1).name
+    'steps counted from 1'
+    """
+
+    def change(shipped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = _signature_of(shipped).bind(*args, **kwargs)
+        call.apply_defaults()
+        for key, value in arguments.items():
+            call.arguments[key] = value(call.arguments[key]) if callable(value) else value
+        return shipped(*call.args, **call.kwargs)
+
+    # So that an argument that the function does not have (any more) is noticed before it runs.
+    taken = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in arguments]
+    shipped = inspect.Parameter("shipped", inspect.Parameter.POSITIONAL_ONLY)
+    change.__signature__ = inspect.Signature([shipped, *taken])  # type: ignore[attr-defined]
+    return Fault(name, target, change)
+
+
+_signature_of = cache(inspect.signature)
+
+
+def returning(target: str, name: str, result_of: Callable[[Any], Any]) -> Fault:
+    """Return a fault by which a function returns something else, made of what it returns."""
+    return Fault(name, target, lambda shipped, *args, **kwargs: result_of(shipped(*args, **kwargs)))
+
+
 def scaled(target: str, factor: Any, name: str, *, entry: str | None = None) -> Fault:
     """Return a fault by which what a function returns, or one entry of it, is so many times as large.
 
@@ -134,12 +166,9 @@ def scaled(target: str, factor: Any, name: str, *, entry: str | None = None) -> 
     >>> scaled("proofs_checks.oracles.statements:exchange_share", 1.03, "three percent").description
     'proofs_checks.oracles.statements:exchange_share: three percent'
     """
-
-    def change(shipped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = shipped(*args, **kwargs)
-        return factor * result if entry is None else {**result, entry: factor * result[entry]}
-
-    return Fault(name, target, change)
+    if entry is None:
+        return returning(target, name, lambda result: factor * result)
+    return returning(target, name, lambda result: {**result, entry: factor * result[entry]})
 
 
 _ADAPT = "adapt the planted fault to the code as it is now"

@@ -18,7 +18,7 @@ from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.exact import equal, exceeds, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted
 from proofs_checks.setups.analytic import DIMENSION, PER_SEGMENT, AnalyticModel, plan_of
 from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.literal import perturbations_of_steps
@@ -199,10 +199,10 @@ CHECKS: Checks = {
     ),
     "ranks-are-one-device": printed(
         check_ranks,
-        Fault(
-            "every rank with seeds of its own",
+        called_with(
             "executors.runs.session:Session.seeds_of",
-            lambda shipped, self, step: shipped(altered(self, seed=self.seed + self.rank), step),
+            "every rank with seeds of its own",
+            self=lambda it: altered(it, seed=it.seed + it.rank),
         ),
         with_rows(
             "the first rank's loss alone",
@@ -216,11 +216,7 @@ CHECKS: Checks = {
             "losses of shards averaged without their labels",
             lambda rows: torch.cat([rows[:, :1], rows[:, 1:].clamp(max=1)], 1),
         ),
-        Fault(
-            "every rank on the first shard",
-            "zosim.plans:Plan.rows_of",
-            lambda shipped, self, _rank: shipped(self, 0),
-        ),
+        called_with("zosim.plans:Plan.rows_of", "every rank on the first shard", rank=0),
     ),
     "pairs-see-one-shard": printed(
         check_estimates,

@@ -24,7 +24,7 @@ from proofs_checks.faults import (
 )
 from proofs_checks.oracles.statements import exchange_share, pair_speedup
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted, scaled
+from proofs_checks.planting import Fault, called_with, planted, scaled
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.zo2.algorithms import DISTZO2_COPIES
 from proofs_checks.zo2.step_time import block_bytes, machine, model, seconds
@@ -372,10 +372,10 @@ def check_algorithm_1(context: Context) -> Outcome:
     )
 
 
-_UNWEIGHTED = Fault(
-    "a mean over shards, not over labels",
+_UNWEIGHTED = called_with(
     "executors.steps.micro_batches:accumulated",
-    lambda shipped, losses, counts: shipped(losses, [1] * len(counts)),
+    "a mean over shards, not over labels",
+    counts=lambda counts: [1] * len(counts),
 )
 _ALL_EVAL_POINTS = Fault(
     "points that all ranks evaluate",
@@ -391,9 +391,11 @@ def losses_reduced(shipped, programs):
     return replace(counts, scalar_bytes=0, reduced_bytes=counts.scalar_bytes)
 
 
-@planted("executors.steps.arithmetic:ParamPass.perturb_scaled", "no way back from a perturbed copy")
-def half_way_back(shipped, self, theta, w, scale, *rest):
-    shipped(self, theta, w, scale if scale > 0 else -1, *rest)
+half_way_back = called_with(
+    "executors.steps.arithmetic:ParamPass.perturb_scaled",
+    "no way back from a perturbed copy",
+    scale=lambda scale: scale if scale > 0 else -1,
+)
 
 
 CHECKS: Checks = {
@@ -412,10 +414,10 @@ CHECKS: Checks = {
         conditioned(check_slices_agree, second_by_epsilon),
         counterexample(
             check_restored_in_place,
-            Fault(
-                "perturbations of nothing",
+            called_with(
                 "executors.steps.arithmetic:ParamPass.perturb",
-                lambda shipped, self, theta, z, scale, epsilon: shipped(self, theta, z, scale, 0 * epsilon),
+                "perturbations of nothing",
+                epsilon=lambda epsilon: 0 * epsilon,
             ),
         ),
     ),
@@ -441,15 +443,11 @@ CHECKS: Checks = {
     "distzo2-exchange-is-negligible": (
         conditioned(
             check_negligible,
-            Fault("n for n - 1", _SHARE, lambda shipped, num_ranks, *rest: shipped(num_ranks + 1, *rest)),
+            called_with(_SHARE, "n for n - 1", num_ranks=lambda num_ranks: num_ranks + 1),
         ),
         counterexample(
             check_not_negligible,
-            Fault(
-                "a ratio squared",
-                _SHARE,
-                lambda shipped, num_ranks, link_over_lane: shipped(num_ranks, link_over_lane**2),
-            ),
+            called_with(_SHARE, "a ratio squared", link_over_lane=lambda link_over_lane: link_over_lane**2),
         ),
     ),
     "distzo2-pair-speedup": printed(
@@ -461,11 +459,7 @@ CHECKS: Checks = {
         check_algorithm_1,
         central_by_epsilon,
         half_way_back,
-        Fault(
-            "half of the radius",
-            f"{__name__}:literal_step",
-            lambda shipped, weights, z, rate, epsilon: shipped(weights, z, rate, epsilon / 2),
-        ),
+        called_with(f"{__name__}:literal_step", "half of the radius", epsilon=lambda epsilon: epsilon / 2),
     ),
     **DISTZO2_COPIES,
 }

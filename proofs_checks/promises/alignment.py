@@ -16,7 +16,7 @@ from executors.threads import SamplingThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import groups_from_the_seed, updates_without_rank, wider_normals
 from proofs_checks.outcomes import Context, Outcome
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted
 from proofs_checks.setups import literal
 from proofs_checks.setups.executed import Case, against_literal, random_cases
 from proofs_checks.setups.placements import OFFLOADED, num_unlike, same_bits, train
@@ -213,9 +213,11 @@ def right_sampled_anew(shipped, self, group, perturbation, _step, interval, *res
     return shipped(self, group, perturbation, interval.first, interval, *rest)
 
 
-@planted("executors.steps.micro_batches:accumulated", "the last micro-batch's loss not counted")
-def last_loss_not_counted(shipped, losses, counts):
-    return shipped([*losses[:-1], 0 * losses[-1]] if len(losses) > 1 else losses, counts)
+last_loss_not_counted = called_with(
+    "executors.steps.micro_batches:accumulated",
+    "the last micro-batch's loss not counted",
+    losses=lambda losses: [*losses[:-1], 0 * losses[-1]] if len(losses) > 1 else losses,
+)
 
 
 @planted("executors.steps.ops.sample:counter_key", "a delayed update draws from the present step")
@@ -228,9 +230,11 @@ def rows_rounded_once(shipped, theta, z, *rest):
     return shipped(theta.double(), z.double(), *rest).to(theta.dtype)
 
 
-@planted("zosim.lowering.perturbations:sampling_order", "the order ignored")
-def order_ignored(shipped, plan):
-    return shipped(altered(plan, perturbations=altered(plan.perturbations, order="registration")))
+order_ignored = called_with(
+    "zosim.lowering.perturbations:sampling_order",
+    "the order ignored",
+    plan=lambda plan: altered(plan, perturbations=altered(plan.perturbations, order="registration")),
+)
 
 
 @planted("zosim.lowering.perturbations:Perturbations.sample", "updates along what was perturbed by")
@@ -276,10 +280,10 @@ CHECKS: Checks = {
         groups_from_the_seed,
         samples_of_the_present_step,
         rows_rounded_once,
-        Fault(
-            "gathered rows that skip the step to -ε",
+        called_with(
             "executors.steps.arithmetic:gathered",
-            lambda shipped, theta, z, scales, epsilon: shipped(theta, z, scales[:1], epsilon),
+            "gathered rows that skip the step to -ε",
+            scales=lambda scales: scales[:1],
         ),
     ),
     "drawing-orders": printed(
@@ -296,20 +300,16 @@ CHECKS: Checks = {
     "slices-and-resume-points": printed(
         check_slices,
         slice_from_its_block_on,
-        Fault(
-            "a key without its step",
-            "executors.randomness.counter:CounterKey.of",
-            lambda shipped, cls, seed, _step, perturbation: shipped(cls, seed, 0, perturbation),
-        ),
-        Fault(
-            "blocks numbered within their parameter",
+        called_with("executors.randomness.counter:CounterKey.of", "a key without its step", step=0),
+        called_with(
             "executors.randomness.counter:CounterSampler._seeds",
-            lambda shipped, self, _parameter, *rest: shipped(self, 0, *rest),
+            "blocks numbered within their parameter",
+            parameter=0,
         ),
-        Fault(
-            "a sequence drawn in pieces of 1000",
+        called_with(
             "executors.randomness.sequential:_chunks",
-            lambda shipped, numel, most: shipped(numel, min(most, 1000)),
+            "a sequence drawn in pieces of 1000",
+            most=lambda most: min(most, 1000),
         ),
         Fault(
             "a resumed run that starts its seeds again",

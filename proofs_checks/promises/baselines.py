@@ -11,7 +11,7 @@ from costmodel.models.configs import spec_of_config
 from costmodel.work import Work
 from proofs_checks.claims import Checks, printed
 from proofs_checks.outcomes import Context, Outcome
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted
 from topology import load_preset
 from zosim.analysis.counts import step_counts
 from zosim.applications.closed_form import step_time_bound_of
@@ -192,9 +192,11 @@ def gradients_that_stay(shipped, self, phase, *rest):
         shipped(self, phase, *rest)
 
 
-@planted("zosim.lowering.hazards:_edges", "stages that do not wait for what arrives")
-def arrivals_not_awaited(shipped, stream, conflicts):
-    return shipped(stream, [event for event in conflicts if event.instruction.stream != Stream.RECV])
+arrivals_not_awaited = called_with(
+    "zosim.lowering.hazards:_edges",
+    "stages that do not wait for what arrives",
+    conflicts=lambda conflicts: [event for event in conflicts if event.instruction.stream != Stream.RECV],
+)
 
 
 CHECKS: Checks = {
@@ -216,10 +218,10 @@ CHECKS: Checks = {
     ),
     "first-order-step-within-bounds": printed(
         check_bounds,
-        Fault(
-            "instructions that do not wait for their stream",
+        called_with(
             "zosim.simulators.maxplus:MaxPlus.advance",
-            lambda shipped, self, *given: shipped(altered(self, _latest=min), *given),
+            "instructions that do not wait for their stream",
+            self=lambda it: altered(it, _latest=min),
         ),
     ),
 }

@@ -15,7 +15,7 @@ from proofs_checks.exact import equal, exceeds, mean_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon, losses_added, nearest
 from proofs_checks.oracles.statements import perturbation_error, rounded_square_excess
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with
 from proofs_checks.setups.roundings import Reaching, qvalues_and_probabilities
 from proofs_checks.statistics import compare_means, fitted_slope
 
@@ -210,9 +210,11 @@ def check_perturbations_and_shards(_context: Context) -> Outcome:
     return everything_holds(parts)
 
 
-@planted("executors.low_bits.grids:Integers.at_random", "grid values that are not symmetric")
-def one_qvalue_lower(shipped, self, *given):
-    return shipped(altered(self, low=self.low - 1), *given)
+one_qvalue_lower = called_with(
+    "executors.low_bits.grids:Integers.at_random",
+    "grid values that are not symmetric",
+    self=lambda it: altered(it, low=it.low - 1),
+)
 
 
 CHECKS: Checks = {
@@ -238,12 +240,8 @@ CHECKS: Checks = {
     "rounded-weights-need-shared-numbers": printed(check_noise_of_rounded_weights, nearest),
     "queries-and-shards": printed(
         check_perturbations_and_shards,
-        Fault(
-            "shards that lower both",
-            "proofs_checks.oracles.statements:perturbation_error",
-            lambda shipped, num_perturbations, dimension, _num_shards, spread: shipped(
-                num_perturbations, dimension, 1, spread
-            ),
+        called_with(
+            "proofs_checks.oracles.statements:perturbation_error", "shards that lower both", num_shards=1
         ),
     ),
 }

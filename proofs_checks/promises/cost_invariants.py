@@ -18,7 +18,7 @@ from costmodel.rates.profile import Constant, Profile
 from costmodel.work import Attention, Matmul, Work
 from proofs_checks.claims import Checks, printed
 from proofs_checks.outcomes import Context, Outcome
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import Fault, called_with, planted, returning
 from topology import load_preset
 from topology.errors import DoesNotFit
 from zosim.applications.closed_form import step_time_bound
@@ -333,35 +333,31 @@ CHECKS: Checks = {
     "steps-lie-between-parts-and-sum": printed(
         check_bounds,
         launches_in_place_of_kernels,
-        Fault(
-            "instructions that end halfway",
+        called_with(
             "zosim.simulators.maxplus:MaxPlus.advance",
-            lambda shipped, self, nodes, seconds: shipped(
-                self, nodes, [0.5 * alone_s for alone_s in seconds]
-            ),
+            "instructions that end halfway",
+            seconds=lambda seconds: [0.5 * alone_s for alone_s in seconds],
         ),
     ),
     "durations-have-their-units": printed(
         check_units,
-        Fault(
-            "a latency in microseconds",
+        called_with(
             "costmodel.estimate:work_terms",
-            lambda shipped, work, values, *rest: shipped(work, {**values, "copy_latency_s": 10e-6}, *rest),
+            "a latency in microseconds",
+            values=lambda values: {**values, "copy_latency_s": 10e-6},
         ),
-        Fault(
-            "a cache in kibibytes",
+        called_with(
             "costmodel.estimate:_cached_bytes",
-            lambda shipped, size_bytes, num_kernels, cache_bytes: shipped(
-                size_bytes, num_kernels, 1024 * cache_bytes**0.5
-            ),
+            "a cache in kibibytes",
+            cache_bytes=lambda cache_bytes: 1024 * cache_bytes**0.5,
         ),
     ),
     "more-memory-still-fits": printed(
         check_memory,
-        Fault(
-            "a limit that falls as memory grows",
+        returning(
             "zosim.planning.request:Request.device_limit_bytes",
-            lambda shipped, self, device: _GIB**2 // shipped(self, device),
+            "a limit that falls as memory grows",
+            lambda it: _GIB**2 // it,
         ),
     ),
 }

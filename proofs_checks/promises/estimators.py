@@ -33,7 +33,7 @@ from proofs_checks.faults import (
 from proofs_checks.oracles.estimates import estimate_moments
 from proofs_checks.oracles.smoothing import Loss, rademacher_expected_gradient, smoothed_loss
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import called_with, planted, returning, scaled
 from proofs_checks.setups import literal
 from proofs_checks.setups.analytic import DIMENSION, estimates
 from proofs_checks.statistics import fitted_slope
@@ -288,21 +288,19 @@ def _title(function: Callable[[Context], Outcome]) -> str:
 
 _PROJECTED = "executors.steps.arithmetic:projected_gradient"
 _SIGNS = "executors.randomness.samplers:raw_signs"
-_THREE_PERCENT = Fault(
-    "an estimate 3 % too large", _PROJECTED, lambda shipped, *given, **named: 1.03 * shipped(*given, **named)
-)
-_SHORT_STEP = Fault(
-    "perturbations 3 % short",
+_THREE_PERCENT = scaled(_PROJECTED, 1.03, "an estimate 3 % too large")
+_SHORT_STEP = called_with(
     "executors.steps.arithmetic:ParamPass.perturb",
-    lambda shipped, self, theta, z, scale, epsilon, *out: shipped(
-        self, theta, z, scale, 0.97 * epsilon, *out
-    ),
+    "perturbations 3 % short",
+    epsilon=lambda epsilon: 0.97 * epsilon,
 )
 
 
-@planted("executors.steps.ops.param_passes:ParamPasses.update", "the first perturbation's gradient for all")
-def first_gradient(shipped, self, instruction):
-    return shipped(self, replace(instruction, op=replace(instruction.op, perturbation=0)))
+first_gradient = called_with(
+    "executors.steps.ops.param_passes:ParamPasses.update",
+    "the first perturbation's gradient for all",
+    instruction=lambda instruction: replace(instruction, op=replace(instruction.op, perturbation=0)),
+)
 
 
 @planted(_PROJECTED, "a difference of losses rounded to float32")
@@ -361,22 +359,16 @@ CHECKS: Checks = {
         printed(
             partial(check_applied, "rademacher"),
             central_by_epsilon,
-            Fault(
+            returning(
+                _SIGNS,
                 "signs that are one three times in four",
-                _SIGNS,
-                lambda shipped, *given: shipped(*given).bitwise_and_(0x5555555555555555),
+                lambda it: it.bitwise_and_(0x5555555555555555),
             ),
-            Fault(
-                "one sign of a word turned over",
-                _SIGNS,
-                lambda shipped, *given: shipped(*given).bitwise_xor_(1 << 62),
-            ),
-            Fault(
-                "updates along signs twice as long",
+            returning(_SIGNS, "one sign of a word turned over", lambda it: it.bitwise_xor_(1 << 62)),
+            called_with(
                 "executors.steps.arithmetic:ParamPass.update_signs",
-                lambda shipped, *given, gradient, learning_rate: shipped(
-                    *given, gradient=gradient, learning_rate=2 * learning_rate
-                ),
+                "updates along signs twice as long",
+                learning_rate=lambda learning_rate: 2 * learning_rate,
             ),
         ),
         printed(check_signs),
@@ -389,10 +381,10 @@ CHECKS: Checks = {
     ),
     "rge-rademacher-second-moment": printed(
         _both(partial(check_applied, "rademacher"), partial(check_energy, "rademacher")),
-        Fault(
-            "one sign for all of a raw output",
+        called_with(
             "executors.randomness.samplers:Rademacher.spread",
-            lambda shipped, raw, out: shipped(raw >> 63, out),
+            "one sign for all of a raw output",
+            raw=lambda raw: raw >> 63,
         ),
     ),
 }

@@ -18,7 +18,7 @@ from executors.serving.peft import linear_shapes, read_adapter
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, is_true
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import Fault, called_with, planted
 from proofs_checks.setups.executed import Case, against_literal, learning_rate
 from proofs_checks.setups.literal import LiteralRun, language_model_loss
 from proofs_checks.setups.placements import (
@@ -180,13 +180,7 @@ CHECKS: Checks = {
     "residual-difference-is-a-literal-loop": printed(
         check_residual,
         losses_of_the_first_step,
-        Fault(
-            "a difference over 2ε",
-            _SCALAR,
-            lambda shipped, self, perturbation, eval_point, epsilon: shipped(
-                self, perturbation, eval_point, 2 * epsilon
-            ),
-        ),
+        called_with(_SCALAR, "a difference over 2ε", epsilon=lambda epsilon: 2 * epsilon),
         Fault(
             "a log whose losses are not gone on from",
             "executors.steps.interpreter:Interpreter.replay",

@@ -13,7 +13,7 @@ from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import equal, within
 from proofs_checks.faults import central_by_epsilon, climbing, wide_normals
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import planted
+from proofs_checks.planting import called_with
 from proofs_checks.setups import literal
 from zosim.plans import Plan
 
@@ -108,9 +108,11 @@ def check_unvisited(context: Context) -> Outcome:
     )
 
 
-@planted("executors.steps.arithmetic:ParamPass.update", "an update 3 % too long")
-def long(shipped, *given, learning_rate, **named):
-    shipped(*given, learning_rate=1.03 * learning_rate, **named)
+long = called_with(
+    "executors.steps.arithmetic:ParamPass.update",
+    "an update 3 % too long",
+    learning_rate=lambda learning_rate: 1.03 * learning_rate,
+)
 
 
 CHECKS: Checks = {

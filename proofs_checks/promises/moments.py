@@ -18,7 +18,7 @@ from proofs_checks.exact import normal_nodes
 from proofs_checks.faults import wide_normals
 from proofs_checks.oracles.perturbations import perturbation_moments
 from proofs_checks.outcomes import Context, Outcome, worst
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import called_with, planted, returning
 from proofs_checks.setups import literal
 from proofs_checks.setups.lazy_factors import divided_by_rank, factorised, product_of
 from proofs_checks.setups.roundings import Reaching, qvalues_of, towards_zero
@@ -212,10 +212,10 @@ def _numbers(
     return out.double()
 
 
-_UNSET = Fault(
-    "a sign bit that is never set",
+_UNSET = returning(
     "executors.randomness.samplers:raw_signs",
-    lambda shipped, *given: shipped(*given).bitwise_and_(2**63 - 1),
+    "a sign bit that is never set",
+    lambda it: it.bitwise_and_(2**63 - 1),
 )
 
 
@@ -242,10 +242,10 @@ CHECKS: Checks = {
         divided_by_rank,
         uniform,
         _UNSET,
-        Fault(
-            "an energy of normals without its 2",
+        returning(
             "executors.randomness.samplers:Gaussian.energy",
-            lambda shipped, self, shape: shipped(self, shape) - 2,
+            "an energy of normals without its 2",
+            lambda it: it - 2,
         ),
         tails_forgotten,
         towards_zero,
@@ -254,20 +254,17 @@ CHECKS: Checks = {
         check_numbers,
         uniform,
         _UNSET,
-        Fault(
-            "a key of the perturbation alone",
-            "executors.randomness.counter:CounterKey.of",
-            lambda shipped, cls, _seed, _step, perturbation: shipped(cls, 0, 0, perturbation),
+        called_with(
+            "executors.randomness.counter:CounterKey.of", "a key of the perturbation alone", seed=0, step=0
         ),
-        Fault(
-            "every block with one seed",
+        called_with(
             "executors.randomness.counter:CounterSampler._seeds",
-            lambda shipped, self, _parameter, blocks, *rest: shipped(self, 0, [0] * len(blocks), *rest),
+            "every block with one seed",
+            parameter=0,
+            blocks=lambda blocks: [0] * len(blocks),
         ),
-        Fault(
-            "a seed of a run without its perturbation",
-            "executors.runs.records:seed_of",
-            lambda shipped, seed, step, _perturbation: shipped(seed, step, 0),
+        called_with(
+            "executors.runs.records:seed_of", "a seed of a run without its perturbation", perturbation=0
         ),
     ),
 }

@@ -21,7 +21,7 @@ from executors.runs.session import Session
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, equal, exceeds, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted, returning, scaled
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import learning_rate
 from proofs_checks.setups.literal import (
@@ -365,21 +365,13 @@ def paths_of_the_first_point(shipped, self, parameter, factors, scales):
 CHECKS: Checks = {
     "grids-round-to-neighbours": printed(
         quantized.check_grids,
-        Fault(
+        called_with(
+            f"{_GRIDS}:Floats.step",
             "a step that ignores subnormal numbers",
-            f"{_GRIDS}:Floats.step",
-            lambda shipped, self, numbers: shipped(altered(self, smallest_exponent=-1000), numbers),
+            self=lambda it: altered(it, smallest_exponent=-1000),
         ),
-        Fault(
-            "steps half as far apart",
-            f"{_GRIDS}:Floats.step",
-            lambda shipped, self, numbers: 0.5 * shipped(self, numbers),
-        ),
-        Fault(
-            "a variance 3 % too large",
-            f"{_GRIDS}:Grid.variance",
-            lambda shipped, self, numbers: 1.03 * shipped(self, numbers),
-        ),
+        scaled(f"{_GRIDS}:Floats.step", 0.5, "steps half as far apart"),
+        scaled(f"{_GRIDS}:Grid.variance", 1.03, "a variance 3 % too large"),
         quantized.ROUNDED_DOWN,
         quantized.UNIFORMS_BETWEEN,
         quantized.CLAMP_WIDE,
@@ -393,11 +385,7 @@ CHECKS: Checks = {
         quantized.SAME_KEY,
         quantized.SAMPLED_LONG,
         later_perturbations_short,
-        Fault(
-            "no second moment",
-            _BY_QVALUES,
-            lambda shipped, self, op, *rest: shipped(self, replace(op, divisor=1), *rest),
-        ),
+        called_with(_BY_QVALUES, "no second moment", op=lambda op: replace(op, divisor=1)),
         Fault(
             "a step's uniforms in every step",
             "executors.randomness.rounded:rounding_key",
@@ -409,20 +397,10 @@ CHECKS: Checks = {
     ),
     "all-points-at-once-are-point-by-point": printed(
         check_all_points_at_once,
-        Fault(
-            "points without their signs",
-            _SCALES,
-            lambda shipped, *given: [abs(scale) for scale in shipped(*given)],
-        ),
+        returning(_SCALES, "points without their signs", lambda it: [abs(scale) for scale in it]),
         alike_for_too_long,
         paths_of_the_first_point,
-        Fault(
-            "a root too many", _SCALES, lambda shipped, *given: [scale / 2**0.5 for scale in shipped(*given)]
-        ),
-        Fault(
-            "a probe that is 3 % long",
-            _SCALES,
-            lambda shipped, *given: [1.03 * scale for scale in shipped(*given)],
-        ),
+        returning(_SCALES, "a root too many", lambda it: [scale / 2**0.5 for scale in it]),
+        returning(_SCALES, "a probe that is 3 % long", lambda it: [1.03 * scale for scale in it]),
     ),
 }

@@ -10,7 +10,7 @@ from itertools import combinations, islice
 
 from proofs_checks.claims import Checks, corrected, counterexample, printed
 from proofs_checks.outcomes import Context, Outcome
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted
 from proofs_checks.setups.placements import tiny_model, tiny_plan
 from topology.errors import Hazard, PlanError, ProgramError
 from zosim.lowering import lower
@@ -221,19 +221,21 @@ def _is_overwritten(pair: tuple[str, str]) -> bool:
     return sorted(name.rpartition("/")[2] for name in pair) == ["offload", "upload"]
 
 
-@planted("zosim.lowering.hazards:_Touched.conflicts", "a write that does not wait for those who read")
-def reads_unseen(shipped, self, instruction, **named):
-    return shipped(
-        self, replace(instruction, reads=instruction.reads + instruction.writes, writes=()), **named
-    )
+reads_unseen = called_with(
+    "zosim.lowering.hazards:_Touched.conflicts",
+    "a write that does not wait for those who read",
+    instruction=lambda instruction: replace(
+        instruction, reads=instruction.reads + instruction.writes, writes=()
+    ),
+)
 
 
 _CONFLICTS = "zosim.program.validate:_State._check_conflicts"
 
 
-@planted(_CONFLICTS, "a validator that forgets readers")
-def blind_validator(shipped, self, item, held, left):
-    shipped(self, item, altered(held, readers={}), left)
+blind_validator = called_with(
+    _CONFLICTS, "a validator that forgets readers", held=lambda held: altered(held, readers={})
+)
 
 
 @planted("zosim.lowering.weights:EvalPoints.perturb", "blocks that are not restored")

@@ -37,7 +37,7 @@ from executors.threads import SamplingThreads
 from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted, returning, scaled
 from proofs_checks.quzo.statements import enumerated_moments
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import Case, learning_rate
@@ -654,20 +654,14 @@ _LONGER_BY_ROWS = Fault(
     lambda shipped, self: shipped(self) / math.sqrt(1 - self.sparsity),
 )
 
-_WIDE_SCALES = Fault(
-    "scales 3 % wide", f"{_TENSOR}._fit", lambda shipped, self, part, rows: shipped(self, 1.03 * part, rows)
-)
+_WIDE_SCALES = called_with(f"{_TENSOR}._fit", "scales 3 % wide", part=lambda part: 1.03 * part)
 
 CHECKS: Checks = {
     "quzo-format-of-least-error": (
         printed(
             check_format_of_least_error,
             quantized.ROUNDED_DOWN,
-            Fault(
-                "a floating-point grid of one digit less",
-                "executors.low_bits.grids:Floats.step",
-                lambda shipped, self, numbers: 2 * shipped(self, numbers),
-            ),
+            scaled("executors.low_bits.grids:Floats.step", 2, "a floating-point grid of one digit less"),
             _WIDE_SCALES,
         ),
         printed(
@@ -686,10 +680,10 @@ CHECKS: Checks = {
     "sparse-directions-are-as-long": (
         printed(
             check_sparse_moments,
-            Fault(
-                "rows kept 3 % too seldom",
+            called_with(
                 f"{_ROUNDED}:NonzeroRows.of",
-                lambda shipped, self, *given: shipped(altered(self, _sparsity=1.03 * self._sparsity), *given),
+                "rows kept 3 % too seldom",
+                self=lambda it: altered(it, _sparsity=1.03 * it._sparsity),
             ),
             _LONGER_BY_ROWS,
             rows_of_a_second_rounding,
@@ -698,10 +692,10 @@ CHECKS: Checks = {
                 f"{_ROUNDED}:_KEYS",
                 lambda keys: {**keys, "rows": keys["perturbation"]},
             ),
-            Fault(
-                "rows forgotten in the energy",
+            called_with(
                 "costmodel.formats.roundings:RoundedPerturbation.relative_energy",
-                lambda shipped, self, *given: shipped(altered(self, sparsity=0.0), *given),
+                "rows forgotten in the energy",
+                self=lambda it: altered(it, sparsity=0.0),
             ),
             quantized.SAME_KEY,
         ),
@@ -724,11 +718,7 @@ CHECKS: Checks = {
         ),
         printed(
             check_reaches,
-            Fault(
-                "a range that is 3 % wide",
-                "costmodel.formats.roundings:RoundedPerturbation.reach",
-                lambda shipped, self: 1.03 * shipped(self),
-            ),
+            scaled("costmodel.formats.roundings:RoundedPerturbation.reach", 1.03, "a range that is 3 % wide"),
         ),
     ),
     "updates-are-unbiased-on-every-grid": printed(
@@ -739,48 +729,36 @@ CHECKS: Checks = {
         quantized.UNIFORMS_BETWEEN,
         without_zeros("decay towards code 0, not the number 0", "apply"),
         without_zeros("a zero point that is forgotten", "values"),
-        Fault(
-            "the first group's scale for all",
-            f"{_TENSOR}._of",
-            lambda shipped, self, scales, rows: shipped(self, scales, rows)[:, :1],
-        ),
-        Fault(
-            "what is held back is not counted",
+        returning(f"{_TENSOR}._of", "the first group's scale for all", lambda it: it[:, :1]),
+        called_with(
             "executors.low_bits.stored:UpdateCounts.add",
-            lambda shipped, self, num, unchanged, saturated: shipped(self, num, unchanged, 0 * saturated),
+            "what is held back is not counted",
+            saturated=lambda saturated: 0 * saturated,
         ),
     ),
     "products-of-bytes-are-exact": printed(
         check_products_of_bytes,
         inputs_cut_off,
-        Fault("scales 3 % wide", f"{_LINEAR}:_scales_of", lambda shipped, *given: 1.03 * shipped(*given)),
-        Fault(
-            "one scale for all tokens",
-            f"{_LINEAR}:quantized_inputs",
-            lambda shipped, inputs, _scope, *kind: shipped(inputs, "tensor", *kind),
-        ),
-        Fault(
-            "a perturbation that is 3 % long",
+        scaled(f"{_LINEAR}:_scales_of", 1.03, "scales 3 % wide"),
+        called_with(f"{_LINEAR}:quantized_inputs", "one scale for all tokens", scope="tensor"),
+        called_with(
             f"{_LINEAR}:_PerturbationProduct.__init__",
-            lambda shipped, self, qvalues, scales, side_path: shipped(
-                self, qvalues, 1.03 * scales, side_path
-            ),
+            "a perturbation that is 3 % long",
+            scales=lambda scales: 1.03 * scales,
         ),
     ),
     "quantized-weights-are-alike-on-all-ranks": printed(
         check_qvalues_on_ranks,
-        Fault(
-            "uniforms of a rank's own",
+        called_with(
             f"{_ROUNDED}:rounding_key",
-            lambda shipped, seed, *rest: shipped(seed + len(threading.current_thread().name), *rest),
+            "uniforms of a rank's own",
+            seed=lambda seed: seed + len(threading.current_thread().name),
         ),
         late_uniforms,
-        Fault(
-            "scalars replayed in another order",
+        called_with(
             "executors.runs.session:Session.replay",
-            lambda shipped, self, record: shipped(
-                self, replace(record, projected_gradients=record.projected_gradients[::-1])
-            ),
+            "scalars replayed in another order",
+            record=lambda record: replace(record, projected_gradients=record.projected_gradients[::-1]),
         ),
     ),
 }

@@ -44,7 +44,7 @@ from proofs_checks.faults import (
 )
 from proofs_checks.oracles.statements import one_point_error, perturbation_error
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import Fault, called_with, planted, returning
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.setups.executed import Case, against_literal, differences
 from proofs_checks.setups.roundings import (
@@ -866,10 +866,10 @@ def _contracting(name: str, dimension: Callable[[float], float]) -> Fault:
     )
 
 
-_ONE_ROUNDING = Fault(
-    "one rounding for both",
+_ONE_ROUNDING = called_with(
     f"{__name__}:algorithm_1",
-    lambda shipped, w, pairs, *rest, **how: shipped(w, [(first, first) for first, _ in pairs], *rest, **how),
+    "one rounding for both",
+    pairs=lambda pairs: [(first, first) for first, _ in pairs],
 )
 
 CHECKS: Checks = {
@@ -956,19 +956,13 @@ CHECKS: Checks = {
     "quzo-recovery-at-the-ends": (
         conditioned(
             partial(check_recovery, None),
-            Fault(
-                "a way back that is one value short",
-                f"{__name__}:_round_trip",
-                lambda shipped, *given: shipped(*given) + 1,
-            ),
+            returning(f"{__name__}:_round_trip", "a way back that is one value short", lambda it: it + 1),
         ),
         conditioned(quantized.check_side_path_quantized, quantized.STORED_BACK),
         counterexample(
             partial(check_recovery, 7),
-            Fault(
-                "a range one value wider",
-                f"{__name__}:_round_trip",
-                lambda shipped, qvalue, step, highest: shipped(qvalue, step, highest + 1),
+            called_with(
+                f"{__name__}:_round_trip", "a range one value wider", highest=lambda highest: highest + 1
             ),
         ),
     ),
@@ -988,10 +982,10 @@ CHECKS: Checks = {
     "quzo-more-queries": printed(
         check_perturbations,
         central_by_epsilon,
-        Fault(
-            "d + 2 for d + 1",
+        called_with(
             "proofs_checks.oracles.statements:perturbation_error",
-            lambda shipped, num_perturbations, dimension: shipped(num_perturbations, dimension + 1),
+            "d + 2 for d + 1",
+            dimension=lambda dimension: dimension + 1,
         ),
     ),
     "quzo-accumulation": (

@@ -20,7 +20,7 @@ from executors.randomness.low_rank import _RIGHT, FactorSampler, LazyInterval, d
 from executors.steps.arithmetic import ParamPass, projected_gradient
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, normal_nodes
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted, scaled
 from proofs_checks.setups.literal import chained, perturbations, sampled, seed_of
 
 _CPU = torch.device("cpu")
@@ -382,9 +382,11 @@ def beside_span(shipped, *given):
         yield begin, tile.add_(1e-6)
 
 
-@planted("executors.randomness.low_rank:divisor_of", "divided by r, not by its root")
-def by_rank(shipped, rank, rank_power):
-    return shipped(rank, -1.0 if rank_power == -0.5 else rank_power)
+by_rank = called_with(
+    "executors.randomness.low_rank:divisor_of",
+    "divided by r, not by its root",
+    rank_power=lambda rank_power: -1.0 if rank_power == -0.5 else rank_power,
+)
 
 
 @planted(_JOINED, "a probe that is not taken back")
@@ -445,44 +447,30 @@ STALE_RIGHT = Fault(
         self, group, perturbation, LazyInterval(0, (0,) * (perturbation + 1))
     ),
 )
-RATE_OFF = Fault(
-    "an update that is 3 % long",
-    _ADD,
-    lambda shipped, self, left, right, factor: shipped(self, left, right, 1.03 * factor),
-)
-BY_ROOT_OFF = Fault(
-    "a divisor that is 3 % high",
-    "executors.randomness.low_rank:divisor_of",
-    lambda shipped, *given: 1.03 * shipped(*given),
-)
+RATE_OFF = called_with(_ADD, "an update that is 3 % long", factor=lambda factor: 1.03 * factor)
+BY_ROOT_OFF = scaled("executors.randomness.low_rank:divisor_of", 1.03, "a divisor that is 3 % high")
 PROBE_SIGN = with_probe("a probe without its sign", lambda left, right, scale: (left, right, abs(scale)))
 PROBE_TWICE = with_probe(
     "a probe scaled on both sides", lambda left, right, scale: (left, right * scale, scale)
 )
-FEWER_VALUES = Fault(
-    "one value fewer than the rank", _COMPACT, lambda shipped, self, rank: shipped(self, max(1, rank - 1))
-)
-NORM_OF_LEFTS = Fault(
-    "a norm of left factors alone",
+FEWER_VALUES = called_with(_COMPACT, "one value fewer than the rank", rank=lambda rank: max(1, rank - 1))
+NORM_OF_LEFTS = called_with(
     "executors.models.increments:Increments.norm",
-    lambda shipped, self: shipped(altered(self, rights=self.lefts)),
+    "a norm of left factors alone",
+    self=lambda it: altered(it, rights=it.lefts),
 )
 NO_RANK_LEFT = Fault(
     "no rank left for the next interval",
     "executors.models.increments:AdapterState.close",
     lambda shipped, self, *_given, **_named: shipped(self, 0),
 )
-INCREMENT_EACH_STEP = Fault(
-    "an increment for every step",
-    _ADD,
-    lambda shipped, self, left, right, factor: shipped(self, left, right.clone(), factor),
-)
+INCREMENT_EACH_STEP = called_with(_ADD, "an increment for every step", right=lambda right: right.clone())
 
 
-divided_by_rank = Fault(
-    "low rank divided by r, not by √r",
+divided_by_rank = called_with(
     "executors.randomness.low_rank:divisor_of",
-    lambda shipped, rank, rank_power: shipped(rank, 2 * rank_power),
+    "low rank divided by r, not by √r",
+    rank_power=lambda rank_power: 2 * rank_power,
 )
 
 

@@ -23,7 +23,7 @@ from executors.low_bits.stored import UpdateCounts
 from executors.randomness.rounded import RoundingUniforms, rounding_key
 from proofs_checks.exact import equal, exceeds, is_true, within
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted
 from proofs_checks.statistics import compare_means
 from zosim.plans import LowBits
 
@@ -335,23 +335,19 @@ UPDATE_NEAREST = updated_by_uniforms(
 )
 UPDATE_UNIFORMS = updated_by_uniforms("uniforms 3 % high", lambda uniforms: 1.03 * uniforms)
 MOVE_AWAY = updated_by_factor("an update away from the minimum", -1)
-MOVE_AS_PRINTED = Fault(
-    "the paper's equation 12: a step by quantized values, not by weights",
+MOVE_AS_PRINTED = called_with(
     _APPLY,
-    lambda shipped, self, *given, **named: shipped(
-        altered(self, scales=self.scales.reciprocal()), *given, **named
-    ),
+    "the paper's equation 12: a step by quantized values, not by weights",
+    self=lambda it: altered(it, scales=it.scales.reciprocal()),
 )
 MOVE_LONG = updated_by_factor("a step that is 3 % long", 1.03)
-CLAMP_WIDE = Fault(
-    "a clamp one value too far",
+CLAMP_WIDE = called_with(
     "executors.low_bits.grids:Grid.clamped",
-    lambda shipped, self, numbers: shipped(altered(self, high=self.high + 1), numbers),
+    "a clamp one value too far",
+    self=lambda it: altered(it, high=it.high + 1),
 )
-ONE_UNIFORM = Fault(
-    "one uniform number for all perturbations",
-    "executors.randomness.rounded:rounding_key",
-    lambda shipped, seed, step, _perturbation, purpose: shipped(seed, step, 0, purpose),
+ONE_UNIFORM = called_with(
+    "executors.randomness.rounded:rounding_key", "one uniform number for all perturbations", perturbation=0
 )
 STORED = perturbed_then(
     "perturbed weights stored in their own few bits",
@@ -360,33 +356,33 @@ STORED = perturbed_then(
 STORED_BACK = perturbed_then(
     "a perturbation that is written back", lambda weight, quantized: quantized.encode(weight)
 )
-SIDE_PATH_LONG = Fault(
-    "a perturbation that is 3 % long",
+SIDE_PATH_LONG = called_with(
     "executors.low_bits.quantized:SidePath.add_to",
-    lambda shipped, self, weight: shipped(self._replace(factor=1.03 * self.factor), weight),
+    "a perturbation that is 3 % long",
+    self=lambda it: it._replace(factor=1.03 * it.factor),
 )
 SAME_KEY = Fault(
     "one rounding for both copies of a perturbation",
     "executors.randomness.rounded:_KEYS",
     lambda keys: {**keys, "second perturbation": keys["perturbation"]},
 )
-SAMPLED_LONG = Fault(
-    "a perturbation that is 3 % long",
+SAMPLED_LONG = called_with(
     "executors.randomness.rounded:RoundedSampler._levels",
-    lambda shipped, self, numbers, uniforms: shipped(self, numbers.mul_(1.03), uniforms),
+    "a perturbation that is 3 % long",
+    numbers=lambda numbers: numbers.mul_(1.03),
 )
-SAMPLED_NEAREST = Fault(
-    "perturbations rounded to the nearest",
+SAMPLED_NEAREST = called_with(
     "executors.low_bits.grids:Integers.at_random",
-    lambda shipped, self, numbers, uniforms: shipped(self, numbers, uniforms.fill_(0.5)),
+    "perturbations rounded to the nearest",
+    uniforms=lambda uniforms: uniforms.fill_(0.5),
 )
 ROUNDED_DOWN = Fault(
     "grid values rounded down",
     "executors.low_bits.grids:Grid.nearest",
     lambda _shipped, self, numbers: self.below(self.clamped(numbers)),
 )
-UNIFORMS_BETWEEN = Fault(
-    "uniforms 3 % high between floats",
+UNIFORMS_BETWEEN = called_with(
     "executors.low_bits.grids:Grid.at_random",
-    lambda shipped, self, numbers, uniforms: shipped(self, numbers, 1.03 * uniforms),
+    "uniforms 3 % high between floats",
+    uniforms=lambda uniforms: 1.03 * uniforms,
 )

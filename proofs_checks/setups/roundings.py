@@ -23,7 +23,7 @@ from executors.randomness.rounded import (
     rounding_key,
 )
 from executors.threads import SamplingThreads
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted
 
 _CPU = torch.device("cpu")
 NUM_UNIFORMS = 256
@@ -138,30 +138,26 @@ def unlike_perturbations(shipped, self, views, parameters, _key, keys):
     shipped(self, views, parameters, keys.rounding, keys)
 
 
-clamped_too_far = Fault(
+clamped_too_far = called_with(
+    _AT_RANDOM,
     "grid values clamped one too far",
-    _AT_RANDOM,
-    lambda shipped, self, *given: shipped(altered(self, low=self.low - 1, high=self.high + 1), *given),
+    self=lambda it: altered(it, low=it.low - 1, high=it.high + 1),
 )
-uniforms_high = Fault(
-    "uniforms three percent high",
-    _AT_RANDOM,
-    lambda shipped, self, numbers, uniforms: shipped(self, numbers, 1.03 * uniforms),
+uniforms_high = called_with(
+    _AT_RANDOM, "uniforms three percent high", uniforms=lambda uniforms: 1.03 * uniforms
 )
-half_a_step_on = Fault(
-    "rounding that moves grid values",
-    _AT_RANDOM,
-    lambda shipped, self, numbers, uniforms: shipped(self, numbers + 0.5, uniforms),
+half_a_step_on = called_with(
+    _AT_RANDOM, "rounding that moves grid values", numbers=lambda numbers: numbers + 0.5
 )
-no_zero_point = Fault(
+no_zero_point = called_with(
+    "executors.low_bits.quantized:QuantizedTensor.values",
     "a zero point that is forgotten",
-    "executors.low_bits.quantized:QuantizedTensor.values",
-    lambda shipped, self, *given: shipped(altered(self, zeros=None), *given),
+    self=lambda it: altered(it, zeros=None),
 )
-no_scale = Fault(
-    "the paper's equation 5: the scale is not divided out",
+no_scale = called_with(
     "executors.low_bits.quantized:QuantizedTensor.values",
-    lambda shipped, self, *given: shipped(altered(self, scales=torch.ones_like(self.scales)), *given),
+    "the paper's equation 5: the scale is not divided out",
+    self=lambda it: altered(it, scales=torch.ones_like(it.scales)),
 )
 no_unit = Fault(
     "the paper's equation 5, of perturbations",

@@ -19,7 +19,7 @@ from proofs_checks.exact import at_most, equal, exceeds
 from proofs_checks.faults import rounding_up
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted, scaled
+from proofs_checks.planting import Fault, called_with, planted, scaled
 from proofs_checks.statistics import fitted_slope
 
 _CPU = torch.device("cpu")
@@ -317,10 +317,8 @@ _BOUND = f"{_CHAINS}:distance_bound"
 
 def _stages(name: str, change: Callable[[Stage], Stage]) -> Fault:
     """Return a fault by which the bound is that of stages with other constants."""
-    return Fault(
-        name,
-        _BOUND,
-        lambda shipped, chain, *rest: shipped(replace(chain, stages=tuple(map(change, chain.stages))), *rest),
+    return called_with(
+        _BOUND, name, chain=lambda chain: replace(chain, stages=tuple(map(change, chain.stages)))
     )
 
 
@@ -343,16 +341,10 @@ CHECKS: Checks = {
     "sparq-eq-34-needs-a-smooth-compressor": (
         corrected(
             check_line_34,
-            Fault(
-                "a compressor's slope left out",
-                f"{_CHAINS}:corrected_34",
-                lambda shipped, kappa, tilt, *rest: shipped(kappa, 0 * tilt, *rest),
+            called_with(
+                f"{_CHAINS}:corrected_34", "a compressor's slope left out", tilt=lambda tilt: 0 * tilt
             ),
-            Fault(
-                "an exact activation",
-                f"{_CHAINS}:corrected_34",
-                lambda shipped, kappa, *rest: shipped(0 * kappa, *rest),
-            ),
+            called_with(f"{_CHAINS}:corrected_34", "an exact activation", kappa=lambda kappa: 0 * kappa),
             scaled(f"{_CHAINS}:corrected_34", 100, "a hundred times the bound"),
         ),
         counterexample(
@@ -369,16 +361,12 @@ CHECKS: Checks = {
         corrected(
             check_line_43,
             _errors_that_stay,
-            Fault(
+            called_with(
+                _BOUND,
                 "a criterion's slope at the exact activation",
-                _BOUND,
-                lambda shipped, chain, *rest: shipped(replace(chain, bent=0.0), *rest),
+                chain=lambda chain: replace(chain, bent=0.0),
             ),
-            Fault(
-                "a compressor's slope left out",
-                _BOUND,
-                lambda shipped, chain, kappa, tilt: shipped(chain, kappa, 0 * tilt),
-            ),
+            called_with(_BOUND, "a compressor's slope left out", tilt=lambda tilt: 0 * tilt),
             _stages("stages' slopes at the exact activation", lambda stage: replace(stage, bend=0.0)),
             _stages("parameters' slopes at the exact activation", lambda stage: replace(stage, twist=0.0)),
             scaled(_BOUND, 20, "twenty times the bound"),
@@ -386,10 +374,8 @@ CHECKS: Checks = {
         counterexample(check_errors_pass, _first_only),
         counterexample(
             check_line_43_unbounded,
-            Fault(
-                "a compressor ten times as good",
-                f"{_CHAINS}:shrinking",
-                lambda shipped, kappa: shipped(kappa / 10),
+            called_with(
+                f"{_CHAINS}:shrinking", "a compressor ten times as good", kappa=lambda kappa: kappa / 10
             ),
         ),
     ),

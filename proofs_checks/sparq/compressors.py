@@ -23,7 +23,7 @@ from proofs_checks.exact import at_most, equal
 from proofs_checks.faults import nearest, short_grid
 from proofs_checks.oracles.boundaries import codec_gradient_variance
 from proofs_checks.outcomes import Context, Outcome, everything_holds, worst
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import Fault, called_with, planted, returning
 from proofs_checks.statistics import compare_means, compare_two_points, fitted_slope
 
 BITS = tuple(range(1, 9))
@@ -314,10 +314,8 @@ CHECKS: Checks = {
     "codec-stochastic-unbiased": printed(
         check_stochastic,
         nearest,
-        Fault(
-            "an affine grid that starts at 0",
-            _SCALED,
-            lambda shipped, self, values: shipped(replace(self, offset=0 * self.offset), values),
+        called_with(
+            _SCALED, "an affine grid that starts at 0", self=lambda it: replace(it, offset=0 * it.offset)
         ),
         _other_zero_point,
         short_grid,
@@ -326,17 +324,13 @@ CHECKS: Checks = {
         check_contraction,
         short_grid,
         _narrowed,
-        Fault(
-            "rounding away from zero",
-            _SCALED,
-            lambda shipped, *args: (places := shipped(*args)).sign() * places.abs().ceil(),
-        ),
+        returning(_SCALED, "rounding away from zero", lambda it: it.sign() * it.abs().ceil()),
     ),
     "codec-stochastic-expands": printed(check_expansion, nearest, short_grid),
     "codec-encodings-lossless": printed(
         check_lossless,
         _finer,
-        Fault("grid values rounded down", _SCALED, lambda shipped, *args: shipped(*args).floor()),
+        returning(_SCALED, "grid values rounded down", lambda it: it.floor()),
         Fault(
             "packed symbols without their highest",
             "executors.codecs.encodings:Dense.decode",
@@ -344,19 +338,15 @@ CHECKS: Checks = {
                 shipped(self, payload, layout), 2**layout.bits - 2
             ),
         ),
-        Fault(
-            "places counted one too far",
-            "executors.codecs.encodings:Index.decode",
-            lambda shipped, *args: np.roll(shipped(*args), 1),
+        returning(
+            "executors.codecs.encodings:Index.decode", "places counted one too far", lambda it: np.roll(it, 1)
         ),
         _backwards,
         _shortened,
-        Fault(
-            "entropy-coded symbols one place on",
+        called_with(
             "executors.codecs.encodings:Entropy.encode",
-            lambda shipped, self, symbols: shipped(
-                self, Symbols(np.roll(symbols.values, 1), symbols.num_columns, symbols.bits)
-            ),
+            "entropy-coded symbols one place on",
+            symbols=lambda symbols: Symbols(np.roll(symbols.values, 1), symbols.num_columns, symbols.bits),
         ),
     ),
     "codec-gradient-noise": (

@@ -24,7 +24,7 @@ from proofs_checks.faults import (
     rounding_up,
 )
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted, scaled
+from proofs_checks.planting import Fault, planted, returning, scaled
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.statistics import fitted_slope
 
@@ -324,11 +324,7 @@ CHECKS: Checks = {
         ),
         counterexample(
             check_unbounded_outputs,
-            Fault(
-                "outputs behind tanh",
-                "proofs_checks.sparq.methods:_activation",
-                lambda shipped, *args: math.tanh(shipped(*args)),
-            ),
+            returning("proofs_checks.sparq.methods:_activation", "outputs behind tanh", math.tanh),
         ),
     ),
     "sparq-assumption-5-title": (

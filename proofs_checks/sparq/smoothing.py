@@ -26,7 +26,7 @@ from proofs_checks.faults import central_by_epsilon, climbing, forward_by_two_ep
 from proofs_checks.oracles.smoothing import smoothing_bounds
 from proofs_checks.oracles.statements import sharp_smoothing_bounds, smoothed_gradient_bounds
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, scaled
+from proofs_checks.planting import Fault, called_with, scaled
 from proofs_checks.statistics import fitted_slope
 
 # -- losses whose smoothed gradient is known --------------------------------------------------------------------------
@@ -449,11 +449,7 @@ CHECKS: Checks = {
     ),
     "sparq-eq-15-gradient-gap": printed(
         check_gradient_gap,
-        Fault(
-            "d in place of d + 3",
-            _SMOOTHING,
-            lambda shipped, dimension, *rest: shipped(dimension - 3, *rest),
-        ),
+        called_with(_SMOOTHING, "d in place of d + 3", dimension=lambda dimension: dimension - 3),
         scaled(_SHARP, 0.97, "a sharper bound 3 % off", entry="gradient"),
     ),
     "sparq-eq-16-second-moment": printed(
@@ -468,20 +464,12 @@ CHECKS: Checks = {
                 gradient_norm * math.sqrt((dimension + 1) / (2 * dimension + 8)),
             ),
         ),
-        Fault(
-            "half of the radius in the bound",
-            _SHARP,
-            lambda shipped, dimension, epsilon, *rest: shipped(dimension, epsilon / 2, *rest),
-        ),
+        called_with(_SHARP, "half of the radius in the bound", epsilon=lambda epsilon: epsilon / 2),
         forward_by_two_epsilon,
     ),
     "sparq-eq-17-18-squared-gradients": printed(
         check_squared_gradients,
-        Fault(
-            "d in place of d + 3",
-            _SQUARED,
-            lambda shipped, dimension, *rest: shipped(dimension - 3, *rest),
-        ),
+        called_with(_SQUARED, "d in place of d + 3", dimension=lambda dimension: dimension - 3),
         Fault(
             "no factor of 2",
             _SQUARED,

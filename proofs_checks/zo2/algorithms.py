@@ -14,7 +14,7 @@ from proofs_checks.claims import Checks, conditioned, corrected, counterexample,
 from proofs_checks.exact import at_most, equal, exceeds, is_true, within
 from proofs_checks.faults import empty_flush, present_rate, updates_that_do_not_wait
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with
 from proofs_checks.setups.executed import Case, differences
 from proofs_checks.setups.placements import OFFLOADED, same_bits, tiny_model, train
 from proofs_checks.zo2.step_time import TOLERANCE, block_bytes, model, program
@@ -371,9 +371,11 @@ def check_waiting(_context: Context) -> Outcome:
 # -- faults -------------------------------------------------------------------------------------------------------------------
 
 
-@planted("zosim.lowering.perturbations:sampling_order", "the order of execution for that of registration")
-def execution_order(shipped, plan):
-    return shipped(altered(plan, perturbations=altered(plan.perturbations, order="execution")))
+execution_order = called_with(
+    "zosim.lowering.perturbations:sampling_order",
+    "the order of execution for that of registration",
+    plan=lambda plan: altered(plan, perturbations=altered(plan.perturbations, order="execution")),
+)
 
 
 def _zo2_with(name: str, **changes: bool) -> Fault:
@@ -409,11 +411,7 @@ _FEW = (
     ),
     counterexample(
         check_blocks_pile_up,
-        Fault(
-            "offloads that are waited for",
-            f"{__name__}:most_resident",
-            lambda shipped, count, seconds: shipped(count, seconds, waits_for_offloads=True),
-        ),
+        called_with(f"{__name__}:most_resident", "offloads that are waited for", waits_for_offloads=True),
     ),
 )
 
@@ -429,12 +427,10 @@ CHECKS: Checks = {
     "zo2-algorithm-2-blocks-at-once": _FEW,
     "zo2-narrow-transfers-lose-updates": counterexample(
         check_updates_lost,
-        Fault(
-            "steps ten thousand times as long",
+        called_with(
             "executors.steps.arithmetic:ParamPass.update",
-            lambda shipped, *given, learning_rate, **named: shipped(
-                *given, learning_rate=1e4 * learning_rate, **named
-            ),
+            "steps ten thousand times as long",
+            learning_rate=lambda learning_rate: 1e4 * learning_rate,
         ),
     ),
     "zo2-transfer-sizes": printed(

@@ -11,7 +11,7 @@ from proofs_checks.claims import Checks, printed
 from proofs_checks.faults import on_stream, updates_that_do_not_wait
 from proofs_checks.oracles.steps import zo2_step_seconds
 from proofs_checks.outcomes import Context, Outcome
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import planted, returning
 from zosim.eval_points import BASE
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
@@ -212,10 +212,10 @@ def one_forward(shipped, self, perturbation):
 CHECKS: Checks = {
     "step-is-transfer-or-two-forwards": printed(
         check_step_time,
-        Fault(
-            "one staging buffer for all blocks",
+        returning(
             "zosim.lowering.residency:Homes._buffer_name",
-            lambda shipped, self, segment: "edge" if shipped(self, segment) == "edge" else "0",
+            "one staging buffer for all blocks",
+            lambda it: "edge" if it == "edge" else "0",
         ),
         on_stream("offload", Stream.H2D, "offloads on the uploads' engine"),
     ),

@@ -36,7 +36,7 @@ from proofs_checks.claims import Checks, printed
 from proofs_checks.exact import Array, at_most, equal, exceeds, is_true, moments_of_estimate, normal_nodes
 from proofs_checks.faults import central_by_epsilon
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, altered, planted
+from proofs_checks.planting import Fault, altered, called_with, planted, scaled
 from proofs_checks.setups.literal import chained, sampled
 from proofs_checks.setups.placements import tiny_batches, tiny_model, tiny_plan
 from zosim.plans import Estimator, Perturbations
@@ -527,35 +527,29 @@ CHECKS: Checks = {
         sampled_before_folding,
         thrown_away,
         left_by_closing("a factor that is not emptied", lambda module: module.lora_B.weight),
-        Fault(
-            "an interval one step late",
-            f"{_INTERVALS}:LazyIntervals.opens",
-            lambda shipped, self, step: shipped(self, step - 1),
+        called_with(
+            f"{_INTERVALS}:LazyIntervals.opens", "an interval one step late", step=lambda step: step - 1
         ),
         left_by_closing("an error that is not reported", lambda module: module.lora_lost),
-        Fault(
-            "closed increments that a resumed run does not read",
+        called_with(
             f"{_INTERVALS}:LazyIntervals.stand_at",
-            lambda shipped, self, _step: shipped(self, 0),
+            "closed increments that a resumed run does not read",
+            step=0,
         ),
-        Fault(
-            "one V for all intervals",
-            f"{_INTERVALS}:LazyIntervals.draw",
-            lambda shipped, self, _interval, **named: shipped(self, 0, **named),
-        ),
-        Fault(
-            "folded without the scale",
+        called_with(f"{_INTERVALS}:LazyIntervals.draw", "one V for all intervals", interval=0),
+        called_with(
             "executors.models.lora:joined_factors",
-            lambda shipped, module: shipped(altered(module, lora_scale=1.0)),
+            "folded without the scale",
+            module=lambda module: altered(module, lora_scale=1.0),
         ),
     ),
     "versions-come-back-to-the-bit": printed(
         check_versions,
         rolled_back_to_itself,
-        Fault(
-            "a history that stays",
+        called_with(
             f"{_VERSIONS}.roll_back",
-            lambda shipped, self: shipped(altered(self, _write=lambda _history: None)),
+            "a history that stays",
+            self=lambda it: altered(it, _write=lambda _history: None),
         ),
         candidate_stays,
         linked_versions,
@@ -587,11 +581,7 @@ CHECKS: Checks = {
     ),
     "zoinfer-rewards-of-a-candidate": printed(
         check_rewards,
-        Fault(
-            "a reward that is minimised",
-            "executors.datasets.rewards:mean_cost",
-            lambda shipped, *given: -shipped(*given),
-        ),
+        scaled("executors.datasets.rewards:mean_cost", -1, "a reward that is minimised"),
         Fault(
             "a sum for a mean",
             "executors.datasets.rewards:mean_cost",
@@ -601,12 +591,10 @@ CHECKS: Checks = {
     ),
     "adapters-replay-their-run": printed(
         check_replayed,
-        Fault(
-            "against the gradient",
+        called_with(
             _ADD_TO,
-            lambda shipped, self, state, record, records: shipped(
-                self, state, replace(record, learning_rate=-record.learning_rate), records
-            ),
+            "against the gradient",
+            record=lambda record: replace(record, learning_rate=-record.learning_rate),
         ),
         perturbations_of_records_summed,
         Fault(

@@ -31,7 +31,7 @@ from proofs_checks.exact import (
 from proofs_checks.faults import central_by_epsilon, updates_without_rank
 from proofs_checks.oracles.statements import low_rank_entry_moments
 from proofs_checks.outcomes import Context, Outcome, everything_holds
-from proofs_checks.planting import Fault, planted
+from proofs_checks.planting import Fault, called_with, planted, returning
 from proofs_checks.setups import lazy_factors as lazy
 from proofs_checks.setups import quantized_weights as quantized
 from proofs_checks.statistics import fitted_slope
@@ -504,12 +504,10 @@ CHECKS: Checks = {
     "lazy-estimates-are-biased-within-a-window": (
         printed(
             check_conditional_mean,
-            Fault(
-                "V normalised",
+            called_with(
                 "proofs_checks.zoinfer.statements:conditional_mean",
-                lambda shipped, slope, right: shipped(
-                    slope, right * np.sqrt(right.shape[1] / (right**2).sum())
-                ),
+                "V normalised",
+                right=lambda right: right * np.sqrt(right.shape[1] / (right**2).sum()),
             ),
         ),
         printed(lazy.check_shipped_mean_given_right, lazy.by_rank, updates_without_rank, lazy.BY_ROOT_OFF),
@@ -517,20 +515,20 @@ CHECKS: Checks = {
     "zoinfer-entry-moments": (
         printed(
             check_entry_moments,
-            Fault(
-                "a normal's fourth moment",
+            returning(
                 "proofs_checks.oracles.statements:low_rank_entry_moments",
-                lambda shipped, rank: {**shipped(rank), "fourth_moment": 3.0},
+                "a normal's fourth moment",
+                lambda it: {**it, "fourth_moment": 3.0},
             ),
         ),
         printed(check_same_estimator, lazy.divided_by_rank),
     ),
     "zoinfer-central-limit": printed(
         check_normal_limit,
-        Fault(
-            "a rank too many",
+        called_with(
             "proofs_checks.zoinfer.statements:distance_to_normal",
-            lambda shipped, rank: shipped(rank + 1),
+            "a rank too many",
+            rank=lambda rank: rank + 1,
         ),
     ),
     "zoinfer-one-larger-adapter": (
