@@ -34,12 +34,7 @@ def calibrate(
     budget: Annotated[float, typer.Option(help="Time to measure for, in seconds.", min=0.1)] = 20.0,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_THREADS,
-            help="Number of CPU threads.",
-            show_default="all cores",
-        ),
+        typer.Option(min=1, max=MAX_THREADS, help="Number of CPU threads.", show_default="all cores"),
     ] = None,
     device: Annotated[str, typer.Option(help="Device to calibrate, such as cpu or cuda:0.")] = "cpu",
     save: Annotated[
@@ -73,8 +68,7 @@ def calibrate(
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="Machine whose rows of the --evidence CSV file to use.",
-            show_default="all machines",
+            help="Machine whose rows of the --evidence CSV file to use.", show_default="all machines"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,

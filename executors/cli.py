@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 def run(
     plan: Annotated[
         Path | None,
-        typer.Argument(
-            help="Plan file, from `zosim plan -o`.",
-            show_default="plan first, from the options",
-        ),
+        typer.Argument(help="Plan file, from `zosim plan -o`.", show_default="plan first, from the options"),
     ] = None,
     program: Annotated[
         Path | None,
@@ -198,18 +195,12 @@ def adapter(
     model: _BaseWeights = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of steps to include, from the first.",
-            show_default="all steps",
-        ),
+        typer.Option(min=1, help="Number of steps to include, from the first.", show_default="all steps"),
     ] = None,
     max_rank: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Maximum rank of the adapter, which is compacted to it.",
-            show_default="no limit",
+            min=1, help="Maximum rank of the adapter, which is compacted to it.", show_default="no limit"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
@@ -246,28 +237,16 @@ def replay(
     model: _BaseWeights = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            help="Number of steps to replay, from the first.",
-            show_default="all steps",
-        ),
+        typer.Option(min=0, help="Number of steps to replay, from the first.", show_default="all steps"),
     ] = None,
     residency: Annotated[
         Literal["resident", "offloaded", "nvme"] | None,
-        typer.Option(
-            help="Where blocks live during the replay.",
-            show_default="as in the run",
-        ),
+        typer.Option(help="Where blocks live during the replay.", show_default="as in the run"),
     ] = None,
     device: Annotated[str, typer.Option(help="Device to run on, such as cpu, cuda or cuda:0.")] = "cpu",
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_THREADS,
-            help="Number of CPU threads.",
-            show_default="as in the run",
-        ),
+        typer.Option(min=1, max=MAX_THREADS, help="Number of CPU threads.", show_default="as in the run"),
     ] = None,
     checkpoints: Annotated[
         bool,

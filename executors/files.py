@@ -18,6 +18,16 @@ from topology.errors import RunError, refusal_of_machine
 from topology.reading import irregular, refuse_irregular
 
 LOCK_NAME = ".lock"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 RUN_FILES = (
     LOCK_NAME,
     "run.json",
@@ -34,14 +44,7 @@ RUN_FILES = (
     "model.safetensors",
     "quantized.safetensors",
     "codes.safetensors",  # as an earlier version called it
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *TOKENIZER_FILES,
 )
 """Files that a run, or a tuning, reads or writes in its directory."""
 RUN_FOLDERS = ("checkpoints", "best", "prefix", "adapter", "tensorboard")

@@ -28,11 +28,7 @@ _OWN = "Your own estimator or quantizer (docs/how-to/judge-an-estimator.md)"
 def check(
     claims: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[CLAIM]...",
-            help="Names of the claims to check.",
-            show_default="all claims",
-        ),
+        typer.Argument(metavar="[CLAIM]...", help="Names of the claims to check.", show_default="all claims"),
     ] = None,
     paper: Annotated[
         str | None,
@@ -55,8 +51,7 @@ def check(
         bool, typer.Option("--list", help="List claims and planted faults, and exit.")
     ] = False,
     mutate: Annotated[
-        bool,
-        typer.Option("--mutate", help="Plant each check's faults too, and verify that it notices them."),
+        bool, typer.Option("--mutate", help="Plant each check's faults too, and verify that it notices them.")
     ] = False,
     matrix: Annotated[
         bool,

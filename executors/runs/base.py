@@ -14,22 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from executors.files import TOKENIZER_FILES
 from topology.errors import ModelError, RunError
 from topology.reading import parse_json, read_bytes
 
 BASE = "base"
 """What a run's header calls these facts."""
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 _NO_FUNCTION = {
     "_attn_implementation",

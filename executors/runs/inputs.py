@@ -16,10 +16,9 @@ from costmodel.models.model_spec import ModelSpec
 from executors.datasets.data import Dataset, Limits, LineFile, open_dataset
 from executors.datasets.generation import Generation
 from executors.datasets.rewards import objective_of_text, reward_named
-from executors.files import replacing
+from executors.files import TOKENIZER_FILES, replacing
 from executors.models.loading import load_config, refusing
 from executors.models.model import TextObjective
-from executors.runs.base import TOKENIZER_FILES
 from executors.runs.settings import DataSettings, EvaluationSettings, RunSettings
 from topology.errors import ModelError
 from topology.reading import read_json_object

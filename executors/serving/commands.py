@@ -58,11 +58,7 @@ def serve(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for a free one.")] = 8000,
     name: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the base model in requests.",
-            show_default="its directory",
-        ),
+        str | None, typer.Option(help="Name of the base model in requests.", show_default="its directory")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Format of the weights.")] = "float32",
     weight_format: Annotated[
@@ -70,12 +66,7 @@ def serve(
     ] = "none",
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="Number of CPU threads.",
-            show_default="as torch chooses",
-        ),
+        typer.Option(min=1, max=1024, help="Number of CPU threads.", show_default="as torch chooses"),
     ] = None,
     max_requests: Annotated[
         int,
