@@ -76,14 +76,14 @@ _ZERO_POINT = 128
 
 
 def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
-    """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector, in values as named, with theory."""
+    """Compare ``E[u₁u₂ᵀ]`` of two roundings of a vector with theory: as printed in quantized values, or of shipped weights."""
     rounding = Reaching("gaussian", 8, limit=6.35)
     given = (0.3125, -0.765625, 1.5)  # multiples of 1/256, of quantized values
     outcomes = [
         [
             # What the print makes of a quantized value, never divided by the scale; and what a shipped weight makes of it.
             (
-                float(qvalue + _ZERO_POINT) if how == "values" else weight_value(qvalue, 20.0, _ZERO_POINT),
+                float(qvalue + _ZERO_POINT) if how == "printed" else weight_value(qvalue, 20.0, _ZERO_POINT),
                 probability,
             )
             for qvalue, probability in qvalues_and_probabilities(u, rounding)
@@ -94,7 +94,7 @@ def check_scaled_outer_product(how: str, _context: Context) -> Outcome:
     squares = [
         sum(p * q * a * b for (a, p), (b, q) in itertools.product(of_one, repeat=2)) for of_one in outcomes
     ]
-    theory = [20 * u + _ZERO_POINT for u in given] if how == "values" else list(given)
+    theory = [20 * u + _ZERO_POINT for u in given] if how == "printed" else list(given)
     return everything_holds(
         {
             # A weight's scale is a float32.
@@ -896,9 +896,9 @@ CHECKS: Checks = {
         counterexample(check_two_roundings_clamped, cross_high, clamped_lost),
     ),
     "quzo-scale-left-out": (
-        corrected(partial(check_scaled_outer_product, "values"), no_scale, no_zero_point, uniforms_high),
+        corrected(partial(check_scaled_outer_product, "shipped"), no_scale, no_zero_point, uniforms_high),
         corrected(check_shipped_mean, no_scale, no_zero_point, quantized.UPDATE_NEAREST),
-        counterexample(partial(check_scaled_outer_product, "values"), uniforms_high),
+        counterexample(partial(check_scaled_outer_product, "printed"), uniforms_high),
     ),
     "quzo-two-roundings-may-be-alike": (
         conditioned(check_roundings_differ, quantized.SAMPLED_NEAREST),
