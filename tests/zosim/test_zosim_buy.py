@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from topology import load_preset
 from topology.errors import PlanError, ZosimError
 from topology.hardware import resolve as machine_of
 from zosim.analysis.levers import levers
+from zosim.applications.buying import command
 from zosim.applications.buying.answer import buy as buy_for
 from zosim.applications.buying.command import buy
 from zosim.applications.buying.machine import Job, interval, machines_named, share_of, simulated
@@ -138,6 +140,16 @@ def test_examples_make_steps_and_the_answer_says_what_they_compare_with():
     assert "plan for 1,880 to 18,800" in last
     money = answer.offers[0].cost.money.value
     assert answer.to_data()["offers"][0]["money_per_1000_steps"].value == pytest.approx(money / 0.188)
+
+
+def test_prices_older_than_90_days_are_warned_of(monkeypatch, capsys):
+    oldest = min(quote.of or quote.date for quote in PRICES.machine("dgx-h100").quotes)
+    for days, is_old in ((90, False), (91, True)):
+        today = oldest + datetime.timedelta(days=days)
+        date = SimpleNamespace(today=lambda today=today: today)
+        monkeypatch.setattr(command, "datetime", SimpleNamespace(date=date))
+        command._describe_prices(PRICES, {"dgx-h100"})
+        assert (f"older than 90 days: dgx-h100 ({oldest})" in capsys.readouterr().err) == is_old
 
 
 def test_only_one_term_of_rent_may_be_wanted():
