@@ -142,6 +142,12 @@ def test_examples_make_steps_and_the_answer_says_what_they_compare_with():
     assert answer.to_data()["offers"][0]["money_per_1000_steps"].value == pytest.approx(money / 0.188)
 
 
+def test_an_explained_offer_names_what_of_its_host_is_assumed():
+    instance = {"machines": "Standard_NC24ads_A100_v4", "count": 1, "simulate": 0, "explain": 1}
+    text = buy_for("opt-125m", seq=64, method="zo2", **instance).report().to_markdown()
+    assert "the bandwidth of dram0, 65.3 GB/s, is assumed" in text
+
+
 def test_prices_older_than_90_days_are_warned_of(monkeypatch, capsys):
     oldest = min(quote.of or quote.date for quote in PRICES.machine("dgx-h100").quotes)
     for days, is_old in ((90, False), (91, True)):

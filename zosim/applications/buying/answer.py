@@ -35,6 +35,7 @@ from zosim.applications.buying.sensitivity import (
 )
 from zosim.config import PlanConfig, filled, merge
 from zosim.options import config_of, takes_earlier_names
+from zosim.planning.explain import about_host_memory
 from zosim.planning.split_options import split_options_of
 from zosim.report import Bullets, Element, Report, Table
 
@@ -466,6 +467,7 @@ def _sentences(
     if prediction is not None:
         limit = prediction.bottleneck
         sentences.append(f"its critical path: {limit.share:.0%} {limit.description}")
+    sentences += about_host_memory(offer.machine.best.planned)
     idle = [effect.figure for effect in effects if not (effect.doubled.matters or effect.halved.matters)]
     if idle:
         sentences.append(f"changes nothing, twice or half as large: {', '.join(idle)}")
