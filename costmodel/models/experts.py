@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, model_validator
 
+from costmodel.rates.profile import Bound
 from topology.errors import ModelError
 from topology.limits import ElementsOrNone, Extent
 
@@ -120,9 +121,42 @@ class Experts(BaseModel):
         """Return the most experts outside a cache of `num_resident` that so many tokens can visit."""
         return min(self.num_experts - num_resident, num_tokens * self.num_per_token)
 
-    def num_tokens_of_fullest(self, num_tokens: int, block: int = 0) -> float:
-        """Return how many of so many tokens are expected to visit the expert with the largest share."""
-        return num_tokens * next(self._probabilities(block))[0]
+    def bounding(self, bound: Bound) -> Experts:
+        """Return these experts with their routing at one end of its interval.
+
+        Parameters
+        ----------
+        bound : {"central", "low", "high"}
+            ``low`` is the end at which a batch visits the fewest experts.
+
+        Returns
+        -------
+        Experts
+            With other `shares`.
+
+        Notes
+        -----
+        Shares that nobody has measured are assumed to lie between even ones, which visit the most experts, and those of half of
+        the experts alone, each of which then gets twice the mean: the largest capacity factor in [1]_. Measured shares ``p`` are
+        ``m + s (p - m)``, where ``m`` is their mean, and ``s`` is 1 within 1.96 of its standard errors.
+
+        References
+        ----------
+        .. [1] Fedus, Zoph and Shazeer, "Switch Transformers" (arXiv:2101.03961), table 1.
+
+        Examples
+        --------
+        >>> mixtral = Experts(num_experts=8, num_per_token=2, intermediate_size=14336)
+        >>> [round(mixtral.bounding(bound).num_active(2048)) for bound in ("low", "central", "high")]
+        [4, 8, 8]
+        """
+        if not self.shares:
+            half = max(self.num_per_token, -(-self.num_experts // 2))
+            fewest = (1.0,) * half + (0.0,) * (self.num_experts - half)
+            return self.model_copy(update={"shares": (fewest,)}) if bound == "low" else self
+        sign = {"low": 1.96, "central": 0.0, "high": -1.96}[bound]
+        rows = zip(self.shares, self.share_errors or ((),) * len(self.shares), strict=True)
+        return self.model_copy(update={"shares": tuple(_spread(row, errors, sign) for row, errors in rows)})
 
     def _probabilities(self, block: int) -> Iterator[tuple[float, float]]:
         """Yield the probability that a token visits each expert, the largest first, and its standard error."""
@@ -136,3 +170,15 @@ class Experts(BaseModel):
             probability = min(1.0, left * share / rest) if rest else 0.0
             yield probability, min(self.num_per_token * error, 1.0)
             left, rest = left - probability, rest - share
+
+
+def _spread(row: Sequence[float], errors: Sequence[float], num_errors: float) -> tuple[float, ...]:
+    """Return shares that are further from their mean by so many standard errors of how far they are from it."""
+    mean = sum(row) / max(1, len(row))
+    offsets = [share - mean for share in row]
+    if not errors or not any(offsets):
+        return tuple(row)
+    squares = sum(offset**2 for offset in offsets)
+    error = sqrt(sum((offset * of) ** 2 for offset, of in zip(offsets, errors, strict=True))) / squares
+    scale = max(0.0, 1 + num_errors * error)
+    return tuple(max(0.0, mean + scale * offset) for offset in offsets)

@@ -138,7 +138,6 @@ def test_uneven_experts_are_visited_by_no_more_than_even_ones():
         cached = uneven.num_active(num_tokens, num_resident=1)
         assert uneven.num_active(num_tokens) - cached == pytest.approx(1)
         assert even.num_active(num_tokens) <= even.most_uploads(num_tokens)
-    assert uneven.num_tokens_of_fullest(8) == 8
     assert uneven.num_active(1) == pytest.approx(2)
     with pytest.raises(ModelError, match="shares of 3 experts"):
         Experts(num_experts=16, num_per_token=2, intermediate_size=1, shares=((1, 1, 1),))
@@ -153,6 +152,21 @@ def test_the_error_of_active_experts_covers_what_samples_of_shares_make_of_it():
     errors = (shares * (1 - shares) / 200).sqrt()
     error = _experts_of(shares, errors).active_error(6)
     assert torch.tensor(counted).std() == pytest.approx(error, rel=0.2)
+
+
+def test_routing_is_between_even_and_half_of_the_experts_unless_it_is_measured():
+    assumed = Experts(num_experts=16, num_per_token=2, intermediate_size=1)
+    assert assumed.bounding("high") == assumed.bounding("central") == assumed
+    for num_tokens in (1, 4, 100):
+        half = Experts(num_experts=8, num_per_token=2, intermediate_size=1).num_active(num_tokens)
+        assert assumed.bounding("low").num_active(num_tokens) == pytest.approx(half)
+    shares = torch.tensor([0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.06, 0.04])
+    for error in (0.0, 0.01, 0.03):
+        measured = _experts_of(shares, error * torch.ones(8))
+        low, central, high = (measured.bounding(end).num_active(6) for end in ("low", "central", "high"))
+        assert (low < central < high) if error else (low == pytest.approx(central) == pytest.approx(high))
+        # About as far as errors of single shares make it, which do not grow together.
+        assert high - low == pytest.approx(2 * 1.96 * measured.active_error(6), rel=0.5, abs=1e-9)
 
 
 def _experts_of(shares, errors=None):

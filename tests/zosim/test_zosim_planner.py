@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from costmodel import read_model_spec
+from costmodel import read_model_spec, spec_of_config
+from costmodel.models.model_spec import ModelSpec
 from tests.support.requests import request_for
 from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
@@ -14,6 +15,7 @@ from zosim.hardware.profiles import profile_for, save_host_profile
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.predict import PlannedRun
+from zosim.planning.views import prediction_view
 from zosim.plans import ForwardPass, Plan, Residency, Weights
 
 GIB = 2**30
@@ -99,6 +101,22 @@ def test_the_interval_holds_the_prediction() -> None:
     prediction = choose(request()).prediction
     assert prediction is not None
     assert prediction.low_s < prediction.step_time_s < prediction.high_s
+
+
+def test_the_interval_of_a_mixture_is_wider_until_its_routing_is_measured() -> None:
+    def relative_width(model: ModelSpec) -> float:
+        requested = request_for(model, topology, profile=profile_for(topology, "gpu0"), batch=1, seq=32)
+        planned = PlannedRun(next(iter(placements(requested))), topology, requested.hardware.profile)
+        assert planned.prediction.low_s < planned.step_time_s < planned.prediction.high_s
+        shown = dict(prediction_view(planned).rows)["experts"]
+        assert ("shares measured" in shown) == bool(model.experts.shares)
+        return planned.prediction.low_s / planned.step_time_s
+
+    topology = load_preset("a100-80gb-milan")
+    assumed = spec_of_config({"model_type": "olmoe", "num_hidden_layers": 4}, name="mixture")
+    row = (1.0,) * 64
+    measured = assumed.experts.model_copy(update={"shares": (row,), "share_errors": ((0.0,) * 64,)})
+    assert relative_width(assumed) < 0.9 * relative_width(assumed.model_copy(update={"experts": measured}))
 
 
 def test_the_footprint_bounds_the_simulated_memory_closely() -> None:

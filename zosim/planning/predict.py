@@ -55,8 +55,8 @@ class Prediction:
     Attributes
     ----------
     step_time_s, low_s, high_s : float
-        Periodic step time of the slowest rank. Its bounds have every constant of the profiles at the fastest, or at the
-        slowest end of its interval.
+        Periodic step time of the slowest rank. Its bounds have every constant of the profiles, and the routing of experts
+        (:meth:`costmodel.models.experts.Experts.bounding`), at the fastest, or at the slowest end of its interval.
     tokens_per_s : float
         Each token counted once per step, although it is forwarded at every evaluation point.
     footprints : Footprints
@@ -278,7 +278,12 @@ class PlannedRun:
         uses_memory = self.plan.is_offloaded or not self.plan.placement.is_on_gpus
         topology = host_memory_at(self.topology, bound) if uses_memory else self.topology
         machines = self.machines if topology is self.topology else self._machines_of(topology)
-        return self._periodic_step_s(World.of(self.programs, machines, bound))
+        return self._periodic_step_s(World.of(self._programs_at(bound), machines, bound))
+
+    def _programs_at(self, bound: Bound) -> ProgramSet:
+        """Return the programs with the routing of experts at one end of its interval; edited ones as they are."""
+        plan = routed(self.plan, bound)
+        return self.programs if plan is self.plan or self.edited is not None else lower_all(plan)
 
     @cached_property
     def step_time_s(self) -> float:
@@ -393,6 +398,21 @@ class PlannedRun:
                 (p.disturbed_share for p in self.rank_profiles if p.is_disturbed), default=0.0
             ),
         )
+
+
+def routed(plan: Plan, bound: Bound) -> Plan:
+    """Return a plan whose model's experts are visited as at one end of the interval of their routing.
+
+    Parameters
+    ----------
+    plan : Plan
+    bound : {"central", "low", "high"}
+        ``low`` visits the fewest experts.
+    """
+    if (experts := plan.model.experts) is None or experts.bounding(bound) == experts:
+        return plan
+    model = plan.model.model_copy(update={"experts": experts.bounding(bound)})
+    return plan.model_copy(update={"model": model})
 
 
 def contention(programs: ProgramSet, machines: Sequence[Machine], step_time_s: float) -> Iterable[Contention]:

@@ -72,6 +72,7 @@ def prediction_view(planned: PlannedRun) -> Table:
     facts = [
         ("plan", f"{plan.model.describe()}, batch {plan.batch} x {plan.seq} tokens, {plan.describe()}"),
         ("devices" if several else "device", f"{_devices(plan)} ({_figures(planned)})"),
+        *([("experts", _about_experts(plan))] if plan.model.experts else []),
         ("step time", prediction.interval),
         ("throughput", f"{format_count(prediction.tokens_per_s)} tokens/s"),
         (
@@ -100,6 +101,19 @@ def prediction_view(planned: PlannedRun) -> Table:
     shared = [describe_contention(item) for item in busy[:_NUM_SHARED]]
     facts += [("shared" if not number else "", description) for number, description in enumerate(shared)]
     return Table(("predicted", ""), facts)
+
+
+def _about_experts(plan: Plan) -> str:
+    """Return how many experts there are, what is assumed of their routing, and how they move."""
+    experts = plan.model.experts
+    assert experts is not None
+    shares = (
+        "shares measured"
+        if experts.shares
+        else "between even shares and half of the experts (`zosim probe --experts` measures)"
+    )
+    moved = "; a block moves with all of its experts" if plan.is_offloaded else ""
+    return f"{experts.num_per_token} of {experts.num_experts} for each token; routing: {shares}{moved}"
 
 
 def simulation_view(planned: PlannedRun) -> Report:

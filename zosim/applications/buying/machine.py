@@ -20,7 +20,7 @@ from zosim.config import PlanConfig, filled, merge
 from zosim.planning.block_bound import BlockBounder
 from zosim.planning.bounds import Bounds
 from zosim.planning.planner import Candidate, Decision, choose
-from zosim.planning.predict import Prediction
+from zosim.planning.predict import Prediction, routed
 from zosim.planning.request import Hardware, Request
 from zosim.planning.split_options import SplitOptions
 from zosim.plans import Mesh, Plan
@@ -111,7 +111,7 @@ def interval(job: Job, name: str, topology: Topology, best: Candidate) -> Range:
     """Return the closed form of a plan's step with every constant at its middle, and at either end of its interval."""
     request = job.request(name, topology, best.plan.placement.world_size)
     central, low, high = (
-        Bounds(_at_end(request, end), bounder=job.bounder).of(best.plan).seconds
+        Bounds(_at_end(request, end), bounder=job.bounder).of(routed(best.plan, end)).seconds
         for end in ("central", "low", "high")
     )
     return Range(best.seconds, best.seconds * low / central, best.seconds * high / central)
