@@ -1,80 +1,25 @@
-"""The interface of what runs the forwards of a program, and the choice of one for a plan."""
+"""The choice of what runs the forwards of a plan."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Protocol
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from costmodel.models.model_spec import ParamGroup, block_index
+from costmodel.models.model_spec import block_index
 from executors.models.batched import BatchedModel
 from executors.models.model import (
-    Batch,
-    Handed,
     LossDType,
     Objective,
+    SegmentedModel,
     SuspendedModel,
     TextObjective,
     UnsplitModel,
     in_segments,
 )
-from executors.models.parameters import NamedTensor
 from executors.models.quantized import make_layers_quantizable
-from executors.models.recording_blocks import StepCache
 from topology.errors import ModelError
 from zosim.lowering.split import is_encoded
 from zosim.plans import Plan
-
-
-class ForwardRunner(Protocol):
-    """Runs segments of a model at the weights that its tensors currently hold.
-
-    :class:`executors.models.model.SegmentedModel` is one, by running the model's own modules. Before a segment runs at an
-    evaluation point, the interpreter lets the tensors that the segment reads hold that point's weights
-    (:meth:`NamedTensor.hold`).
-
-    Attributes
-    ----------
-    device : torch.device
-        Where segments run.
-    segments : tuple of str
-        In the order in which they run.
-    param_groups : tuple of ParamGroup
-        The parameters by the segments that read them, as the plan's model has them.
-    tensors : tuple of NamedTensor
-        All parameters in registration order.
-    hidden_size, inner_size : int
-        Widths of the hidden state, and of what goes into the second linear of a block that is split (0 without one).
-    """
-
-    device: torch.device
-    segments: tuple[str, ...]
-    param_groups: tuple[ParamGroup, ...]
-    tensors: tuple[NamedTensor, ...]
-    hidden_size: int
-    inner_size: int
-
-    def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
-        """Return the parameters of a group in registration order."""
-
-    def run(self, segment: str, batch: Batch, cache: StepCache, handed: Handed | None) -> Handed:
-        """Return what `segment` makes of a batch and of what the segment before it handed on: from the last, the loss.
-
-        What is the same at all points of a step may be kept in `cache`.
-        """
-
-    def logits(self, hidden: Handed) -> Tensor:
-        """Return the logits of every position for the label of the next, given what the last block left."""
-
-    def gathered_rows(
-        self, tensor: NamedTensor, rows: Tensor, positions: Tensor
-    ) -> AbstractContextManager[None]:
-        """Let the token table be read as `rows` at `positions` for the length of the block."""
-
-    def loss_format(self) -> torch.dtype:
-        """Return the format that losses have."""
 
 
 def forward_runner_for(
@@ -85,7 +30,7 @@ def forward_runner_for(
     loss_dtype: LossDType,
     autocast_dtype: torch.dtype | None,
     objective: Objective | TextObjective | None = None,
-) -> ForwardRunner:
+) -> SegmentedModel:
     """Return what runs the forwards of `plan` on `model`.
 
     Raises

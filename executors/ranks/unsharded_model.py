@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from executors.low_bits.stored import Stored
-from executors.models.forward_runner import ForwardRunner
+from executors.models.model import SegmentedModel
 from executors.models.parameters import NamedTensor, stand_in
 from executors.ranks.communicator import PIPELINE, Communicator
 from zosim.plans import Plan
@@ -32,7 +32,7 @@ class UnshardedModel:
     def __init__(
         self,
         plan: Plan,
-        forward_runner: ForwardRunner,
+        forward_runner: SegmentedModel,
         communicator: Communicator | None,
         storage: torch.dtype,
         device: torch.device,
@@ -125,7 +125,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _owners(
-    plan: Plan, forward_runner: ForwardRunner, communicator: Communicator
+    plan: Plan, forward_runner: SegmentedModel, communicator: Communicator
 ) -> dict[str, tuple[int, ...]]:
     """Return, by parameter group, the ranks of this pipeline that hold it; empty for a single stage."""
     if plan.num_stages == 1:

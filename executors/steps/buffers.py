@@ -20,7 +20,7 @@ from costmodel.formats import FORMATS
 from executors.formats import TORCH_DTYPES, format_of
 from executors.low_bits.packed import PackedValues, QValues, packed_shape_bytes
 from executors.low_bits.stored import Along, Stored
-from executors.models.forward_runner import ForwardRunner
+from executors.models.model import SegmentedModel
 from executors.models.parameters import NamedTensor, side_path_format
 from topology.errors import ProgramError
 from zosim.lowering.buckets import aligned, bucket_bytes
@@ -134,7 +134,7 @@ class BufferStore:
     def __init__(
         self,
         program: Program,
-        forward_runner: ForwardRunner,
+        forward_runner: SegmentedModel,
         allocate: Allocator,
         positions: Mapping[str, int] | None = None,
     ) -> None:
@@ -359,7 +359,7 @@ def _placed_packed(memory: Tensor, section: ParamSection, bits: int) -> PlacedSe
 
 
 def _sections_of(
-    forward_runner: ForwardRunner, alignment_bytes: int
+    forward_runner: SegmentedModel, alignment_bytes: int
 ) -> dict[ParamGroupWeights | FrozenWeights, ParamSection]:
     sections: list[ParamSection] = []
     for group in forward_runner.param_groups:

@@ -17,8 +17,7 @@ from torch import Tensor
 from costmodel.models.model_spec import HEAD
 from executors.device_scalars import DeviceScalar
 from executors.low_bits.stored import UpdateCounts
-from executors.models.forward_runner import ForwardRunner
-from executors.models.model import Batch
+from executors.models.model import Batch, SegmentedModel
 from executors.models.parameters import stand_in
 from executors.randomness.low_rank import LazyInterval
 from executors.ranks.communicator import Communicator
@@ -48,7 +47,7 @@ class Interpreter:
 
     Parameters
     ----------
-    forward_runner : ForwardRunner
+    forward_runner : SegmentedModel
         Its parameters move into the program's buffers.
     num_sampling_threads : int
         Threads that share draws on a CPU.
@@ -76,7 +75,7 @@ class Interpreter:
     def __init__(
         self,
         program: Program,
-        forward_runner: ForwardRunner,
+        forward_runner: SegmentedModel,
         hyperparameters: Hyperparameters,
         backend: Backend,
         *,
@@ -449,7 +448,7 @@ def _refuse_first_order(program: Program) -> None:
 
 
 def _remote_loss_dtype(
-    program: Program, forward_runner: ForwardRunner, num_micro_batches: int
+    program: Program, forward_runner: SegmentedModel, num_micro_batches: int
 ) -> torch.dtype | None:
     """Return the format that other stages compute losses in; None where this one does."""
     if any(isinstance(i.op, Forward) and i.op.segment == HEAD for i in program.step):

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from costmodel.models.model_spec import HEAD
 from executors.low_bits.stored import Stored
-from executors.models.forward_runner import ForwardRunner
 from executors.models.halves import as_tensor
-from executors.models.model import Batch, Handed
+from executors.models.model import Batch, Handed, SegmentedModel
 from executors.models.parameters import NamedTensor
 from executors.models.recording_blocks import StepCache
 from executors.ranks.unsharded_model import UnshardedModel
@@ -23,7 +22,7 @@ class PresentWeights:
 
     Parameters
     ----------
-    forward_runner : ForwardRunner
+    forward_runner : SegmentedModel
         Its parameters lie in their final places.
     storage : torch.dtype
         Format that they are used in.
@@ -34,7 +33,11 @@ class PresentWeights:
     """
 
     def __init__(
-        self, forward_runner: ForwardRunner, storage: torch.dtype, device: torch.device, whole: UnshardedModel
+        self,
+        forward_runner: SegmentedModel,
+        storage: torch.dtype,
+        device: torch.device,
+        whole: UnshardedModel,
     ) -> None:
         self._forward_runner = forward_runner
         self._whole = whole

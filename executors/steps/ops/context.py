@@ -13,7 +13,7 @@ from torch import Tensor
 
 from costmodel.formats.roundings import RoundedPerturbation
 from executors.low_bits.stored import ChosenRows
-from executors.models.forward_runner import ForwardRunner
+from executors.models.model import SegmentedModel
 from executors.models.parameters import bind, stand_in
 from executors.randomness.rounded import NonzeroRows, RoundedSampler, rounding_key
 from executors.ranks.messages import Packed
@@ -56,7 +56,7 @@ class Context:
     """What the actions of one program have in common."""
 
     program: Program
-    forward_runner: ForwardRunner
+    forward_runner: SegmentedModel
     store: BufferStore
     hyperparameters: Hyperparameters
     backend: Backend
