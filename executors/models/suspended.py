@@ -7,14 +7,16 @@ blocks, tensors that they share and those that it keeps from before them include
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from executors.models.blocks import UnsplitError
 from executors.models.boundaries import PassedTensors
@@ -53,9 +55,15 @@ class SuspendedForward:
         self._due: tuple[int, Call] | None = None
         self._output: Any = None
         self._result: Any = None
+        self._is_over = False
         weakref.finalize(self, self._resumed.put, None).atexit = False
-        channels = self._resumed, self._reached, torch.is_grad_enabled()
-        Thread(target=_run, args=(forward, *channels), daemon=True).start()
+        # A new thread has none of these, and memory would be observed without what the forward makes.
+        modes = [
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            *_get_current_function_mode_stack(),
+            *_get_current_dispatch_mode_stack(),
+        ]
+        Thread(target=_run, args=(forward, self._resumed, self._reached, modes), daemon=True).start()
         # One that is resumed may run to its end at once, for which weights may not be here yet.
         if passed is None or not passed.is_received:
             self._go_on()
@@ -77,11 +85,14 @@ class SuspendedForward:
         self._due = None
 
     def finish(self) -> Any:
-        """Return what the forward returns behind its blocks."""
+        """Return what the forward returns behind its blocks, once."""
+        assert not self._is_over
         self._go_on()
         if self._due is not None:
             raise UnsplitError(self._stand_ins.model, "its forward runs blocks more than once")
-        return self._result
+        # Its logits would stay alive through the forward of the next evaluation point.
+        result, self._result, self._is_over = self._result, None, True
+        return result
 
     def _go_on(self) -> None:
         """Let the forward run to its next block, or to its end."""
@@ -122,11 +133,16 @@ def _taken(resumed: SimpleQueue[Any]) -> Any:
 
 
 def _run(
-    forward: Callable[[], Any], resumed: SimpleQueue[Any], reached: SimpleQueue[Any], needs_grad: bool
+    forward: Callable[[], Any],
+    resumed: SimpleQueue[Any],
+    reached: SimpleQueue[Any],
+    modes: Sequence[AbstractContextManager[Any]],
 ) -> None:
     try:
         _taken(resumed)
-        with torch.set_grad_enabled(needs_grad):
+        with ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode)
             reached.put((None, forward()))
     except Stop:
         return

@@ -250,10 +250,10 @@ class ParamPass:
         # Not kept on a GPU, where the caching allocator orders reuse by stream.
         if like.device.type != "cpu":
             return like.new_empty(size)
-        held = self._scratch.get(like.dtype)
-        if held is None or held.numel() < size:
-            held = self._scratch[like.dtype] = like.new_empty(size)
-        return held[:size]
+        if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < size:
+            self._scratch.pop(like.dtype, None)  # before the larger one is made
+            self._scratch[like.dtype] = like.new_empty(size)
+        return self._scratch[like.dtype][:size]
 
 
 def _multiplied(z: Tensor, factor: float | Tensor, out: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from studies.families.tiny import exception_of, families, tiny_model
-from studies.families.trying import WAYS, Verdict, tried
+from studies.families.trying import PEAK, WAYS, Verdict, tried
 from zosim.console import emit, stderr
 from zosim.report import Table
 
@@ -39,6 +39,16 @@ def shares(found: Found) -> dict[str, tuple[int, int]]:
     return {way: (sum(ways[way]["word"] == "yes" for ways in there), len(there)) for way in WAYS}
 
 
+def peaks(found: Found) -> list[tuple[float, str, str]]:
+    """Return predicted over measured peak memory of each run on one device, with family and way, the least first."""
+    every = [(own["why"], family, way) for family, ways in found.items() for way, own in ways.items()]
+    return sorted(
+        (float(why.removeprefix(PEAK)), family, way)
+        for why, family, way in every
+        if way in ("resident", "offload") and why.startswith(PEAK)
+    )
+
+
 def page(found: Found, version: str) -> str:
     """Return the page of the documentation."""
     counts = ", ".join(f"{way} {num} of {every}" for way, (num, every) in shares(found).items())
@@ -59,8 +69,19 @@ def page(found: Found, version: str) -> str:
     made = [
         f"- `{family}`: {exception_of(family)['reason']}" for family in families() if exception_of(family)
     ]
+    memory = ""
+    if ratios := peaks(found):
+        over = [f"`{family}` {way} {ratio:.2f}" for ratio, family, way in ratios if not 1 <= ratio <= _FAR]
+        middle, most = ratios[len(ratios) // 2][0], ratios[-1][0]
+        memory = _MEMORY.format(runs=len(ratios), least=ratios[0][0], middle=middle, most=most)
+        memory += f"Below 1 or above {_FAR}: {', '.join(over)}.\n" if over else ""
     return _PAGE.format(
-        version=version, counts=counts, table="\n".join(lines), why="\n".join(why), made="\n".join(made)
+        memory=memory,
+        version=version,
+        counts=counts,
+        table="\n".join(lines),
+        why="\n".join(why),
+        made="\n".join(made),
     )
 
 
@@ -69,6 +90,12 @@ def _quoted(reason: str) -> str:
     why = why.replace("`", "'")
     return f"{word}: `{why}`"
 
+
+_FAR = 1.5
+_MEMORY = """
+Peak device memory of {runs} runs, resident or offloaded, predicted over measured: at least {least:.2f}, in the middle {middle:.2f},
+at most {most:.2f}.
+"""
 
 _PAGE = """# Families of language models
 
@@ -89,7 +116,7 @@ page: it tried a tiny model of each family. Re-run it after an update of transfo
 Of the families with a tiny model: {counts}.
 
 A model that cannot be run block by block is tuned resident, as one segment. The other columns need blocks.
-
+{memory}
 {table}
 
 ## Why not

@@ -20,6 +20,8 @@ from studies.families.tiny import tiny_model
 from studies.speed.reference import literal_step
 from topology.errors import UnknownFamily, ZosimError
 from zosim.plans import Plan
+from zosim.program import Program
+from zosim.program.instructions import Space
 
 NUM_STEPS, RATE, EPSILON, BATCH, TOKENS = 3, 1e-3, 1e-3, 2, 12
 Verdict = dict[str, str]
@@ -113,23 +115,32 @@ def _compared(model: nn.Module, plan: Plan) -> str:
         for step, batch in enumerate(lines)
     ]
 
-    def run(own: nn.Module, communicator: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    def run(own: nn.Module, communicator: Any = None) -> tuple[list[float], dict[str, Tensor], float]:
         with Session(plan, own, learning_rate=RATE, communicator=communicator) as session:
             records = [session.step(batch, seeds=(step,)) for step, batch in enumerate(lines)]
-            return [record.projected_gradients[0] for record in records], session.state_dict()
+            ratio = _predicted_peak(session.program) / session.memory().device_bytes
+            return [record.projected_gradients[0] for record in records], session.state_dict(), ratio
 
     if plan.placement.world_size == 1:
         found = [run(model)]
     else:
         models = [copy.deepcopy(model) for _ in range(plan.placement.world_size)]
         found = list(on_all_ranks(plan, lambda rank, others: run(models[rank], others)))
-    for gradients, weights in found:
+    for gradients, weights, _ in found:
         if gradients != wanted:
             raise _Differs(f"projected gradients {gradients}, and {wanted} of the literal loop")
         own = dict(literal.named_parameters())
         if other := [name for name, tensor in weights.items() if not torch.equal(tensor, own[name].detach())]:
             raise _Differs(f"{len(other)} parameters, {other[0]} the first")
-    return ""
+    return f"{PEAK}{min(ratio for *_, ratio in found):.2f}"
+
+
+PEAK = "predicted peak over measured: "
+
+
+def _predicted_peak(program: Program) -> int:
+    buffers = sum(buffer.size_bytes for buffer in program.buffers if buffer.space is Space.DEVICE)
+    return buffers + max(instruction.work.workspace_bytes for _, instruction in program.instructions())
 
 
 def _staged(model: nn.Module) -> str:
