@@ -103,18 +103,16 @@ def plan(
     >>> decision.plan.method
     'mezo'
     """
-    from costmodel.models.configs import read_model_spec
     from topology.hardware import resolve as topology_named
     from zosim.planning.request import Hardware as PlannedHardware
     from zosim.planning.resolve import resolve
-    from zosim.planning.split_options import split_options_of
+    from zosim.planning.split_options import model_spec, split_options_of
 
     options = config_of(PlanOptions, settings)
     tuned = tuned_by(options.adapters.tuned, *adapters_of(options.adapters))
     topology = topology_named(hardware)
     machine = PlannedHardware.of(topology, hardware, device=device, profile=profile, num_threads=threads)
-    spec = read_model_spec(model, trainable=tuned)
-    config = merge(PlanConfig(model=spec), options.plan)
+    config = merge(PlanConfig(model=model_spec(model, tuned)), options.plan)
     measured = None if densities is None else Path(densities)
     split_options = split_options_of(model, config.split, densities=measured, tuned=tuned)
     decisions: list[Decision] = []

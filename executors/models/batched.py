@@ -20,7 +20,7 @@ from costmodel.models.model_spec import EMBED, HEAD, block_index
 from executors.labels import IGNORED_LABEL
 from executors.models.halves import as_tensor
 from executors.models.lora import block_linears, joined_factors
-from executors.models.model import Batch, SegmentedModel
+from executors.models.model import FAILURES, Batch, SegmentedModel
 from executors.models.packing import LEAST_SAVED, Packing, pack, packed_attention
 from executors.models.recording_blocks import StepCache
 from executors.models.transformers_interface import attention_by, register_attention
@@ -298,7 +298,7 @@ class BatchedModel(SegmentedModel):
                         dtype = hidden.dtype
                         reaches = self._differ(hidden[1, second], hidden[0, second])
                         reaches |= self._differ(hidden[2, first], hidden[0, first])
-        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        except FAILURES as error:
             raise ModelError(
                 f"packed sequences do not work with {kind}: {str(error)[:300]}",
                 hint="use --weights serial or copies",
@@ -343,7 +343,7 @@ class BatchedModel(SegmentedModel):
                         hidden = self.run_batched(segment, batch, cache, hidden, {}, 1)
                 assert hidden is not None
                 left.append(hidden)
-        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+        except FAILURES:
             return False
         whole, narrowed = self.predicting(left[0], packing), left[1]
         is_alike = whole.shape == narrowed.shape

@@ -28,8 +28,8 @@ _MADE_OF_NUMBERS = frozenset({"arange", "full", "ones", "zeros"})
 _KNOWN = _MADE_OF_NUMBERS | {
     "add", "all", "and", "any", "argmax", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "cat", "clone", "contiguous",
     "count_nonzero", "cumsum", "diff", "eq", "expand", "flatten", "flip", "ge", "getitem", "gt", "int", "invert", "isin",
-    "le", "logical_and", "logical_not", "logical_or", "long", "lt", "max", "min", "mul", "ne", "new_full", "new_ones",
-    "new_zeros", "ones_like", "or", "pad", "permute", "radd", "repeat", "reshape", "roll", "rsub", "squeeze", "stack", "sub",
+    "le", "logical_and", "logical_not", "logical_or", "long", "lt", "max", "min", "mod", "mul", "ne", "new_full", "new_ones",
+    "new_zeros", "ones_like", "or", "pad", "permute", "radd", "remainder", "repeat", "reshape", "roll", "rsub", "squeeze", "stack", "sub",
     "sum", "to", "transpose", "unsqueeze", "view", "where", "zeros_like",
 }  # fmt: skip
 """Functions, by name without underscores, whose integers depend on nothing but their arguments, which they do not change."""
@@ -69,7 +69,8 @@ class HostMirrors(TorchFunctionMode):
     -----
     Of each integer or boolean tensor that known ones become while the mode is on, it notes how; only what a question
     depends on is ever computed on the host. A function that is not on its list leaves its result without a mirror,
-    and a change in place all tensors, since views share memory: then the device is asked as ever.
+    and a change of integers in place all tensors, since views share memory: then the device is asked as ever. On the meta
+    device, where nothing can be asked, it answers for what is made of ranges and constants while it is on.
     """
 
     def __init__(self, known: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
@@ -87,7 +88,9 @@ class HostMirrors(TorchFunctionMode):
                 args, kwargs = tree_map(_numbers_of, mirrored)
             return func(*args, **kwargs)
         if _changes(name) or "out" in kwargs:
-            self._mirrors.clear()
+            changed = kwargs.get("out", args[0] if args else None)
+            if not (isinstance(changed, Tensor) and changed.is_floating_point()):
+                self._mirrors.clear()
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         is_there = isinstance(result, Tensor) and result.device.type != "cpu"

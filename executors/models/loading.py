@@ -111,8 +111,20 @@ def load_model(
 
 
 def model_class(config: Any) -> Any:
-    """Return transformers' class of the language model that a configuration describes."""
-    return _auto_class(config)._model_mapping[type(config)]
+    """Return transformers' class of the language model that a configuration describes.
+
+    Raises
+    ------
+    ModelError
+        If it describes none.
+    """
+    classes = _auto_class(config)._model_mapping
+    if type(config) not in classes:
+        raise ModelError(
+            f"a model of type {config.model_type} neither predicts the next token nor fills in masks",
+            hint="zosim tunes language models: decoders such as llama, and masked encoders such as roberta",
+        )
+    return classes[type(config)]
 
 
 def _auto_class(config: Any) -> Any:
@@ -143,8 +155,13 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
     import transformers
 
     fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
-    where = f"{source}/{CONFIG_NAME}"
+    where = str(source) if Path(source).is_file() else f"{source}/{CONFIG_NAME}"
     checked_config(fields, where)
+    if fields.get("is_encoder_decoder") is True:
+        raise ModelError(
+            f"{where} describes an encoder-decoder, which is not supported",
+            hint="zosim supports causal decoders and masked encoders",
+        )
     if fields.get("num_key_value_heads", 0) is None and "num_attention_heads" in fields:
         # As many as of queries; some families' classes take no null.
         fields = fields | {"num_key_value_heads": fields["num_attention_heads"]}
@@ -154,6 +171,12 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
             _UsualSizes.model_validate(config)
             text = config.get_text_config()
             _UsualSizes.model_validate(text)
+    declared, own = fields.get("num_hidden_layers"), getattr(config, "num_hidden_layers", None)
+    if declared is not None and declared != own and "num_hidden_layers" not in config.attribute_map:
+        raise ModelError(
+            f"{where} has num_hidden_layers {declared}, but its other fields describe {own} layers",
+            hint="correct the field that lists the types of layers",
+        )
     if type(text) is type(config) or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     _LOG.warning("%s is a %s: its text model, %s, is run", source, config.model_type, text.model_type)
@@ -171,6 +194,8 @@ _TEXT_NAMES = {
 
 def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -> dict[str, Any]:
     path = Path(source)
+    if path.is_file():
+        return read_json_object(path, "model configuration", ModelError)
     if path.is_dir():
         _refuse_irregular(path)
         if not (path / CONFIG_NAME).is_file():
@@ -224,13 +249,23 @@ def _config_class(fields: Mapping[str, Any], where: str) -> Any:
     """Return transformers' configuration from a file's fields, without those that do more than describe a model."""
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        if model_type is None:
+            raise ModelError(
+                f"{where} has no model_type", hint="give the config.json of a transformers model"
+            )
         code = " and brings code of its own, which zosim never runs" if "auto_map" in fields else ""
+        listed = fields.get("architectures")
+        named = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
+        known_as = (kind for kind, made in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if made in named)
+        hint = "use a model whose architecture is part of transformers"
+        if (family := next(known_as, None)) is not None:
+            hint = f'{min(named)} is what transformers calls {family}: set "model_type": "{family}" in a copy of the file'
         raise ModelError(
-            f"{where} has model_type {model_type!r:.60}, which transformers does not know{code}",
-            hint="use a model whose architecture is part of transformers",
+            f"{where} has model_type {model_type!r:.60}, which transformers does not know{code}", hint=hint
         )
     config_class = CONFIG_MAPPING[model_type]
     fields = {name: _with_floats(value) for name, value in fields.items()}
@@ -239,6 +274,10 @@ def _config_class(fields: Mapping[str, Any], where: str) -> Any:
         - inspect.signature(PreTrainedConfig).parameters.keys()
     )
     known = own | _DESCRIPTION | config_class.attribute_map.keys()
+    if config_class.__post_init__ is not PreTrainedConfig.__post_init__:
+        # Names of earlier releases, which the class itself looks for.
+        read = {name for name in config_class.__post_init__.__code__.co_consts if isinstance(name, str)}
+        known |= {name for name in read - _NO_DESCRIPTION if not name.startswith("_")}
     if model_type in FAMILIES:
         known |= FAMILIES[model_type].model_fields.keys()
         return config_class(**{name: value for name, value in fields.items() if name in known})
@@ -405,10 +444,6 @@ def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[No
 
     transformers, huggingface_hub, safetensors and tokenizers raise exceptions of every kind for a damaged file, and new
     releases raise others. Our own errors and a want of memory pass as they are.
-
-    Raises
-    ------
-    ModelError
     """
     try:
         yield

@@ -50,7 +50,7 @@ from executors.models.recording_blocks import (
     with_arguments,
 )
 from executors.models.suspended import SuspendedForward
-from executors.models.workspaces import LENGTHS, elements_per_sequence, peaks_of_segments
+from executors.models.workspaces import LENGTHS, LONGER, elements_per_sequence, is_padded, peaks_of_segments
 from topology.errors import CodecError, ModelError
 
 Batch = Mapping[str, Tensor]
@@ -261,12 +261,20 @@ class SegmentedModel:
         """Return what is alive in each segment, as :class:`~costmodel.models.model_spec.ModelSpec` has it, by forwards of several lengths."""
         width = self.tensors[0].values.element_size()
         known = [*self.model.parameters(), *self.model.buffers()]
-        batches = {(size, num): self._few_tokens(size, num) for size in (1, 2) for num in LENGTHS}
-        known += [tensor for batch in batches.values() for tensor in batch.values()]
-        with torch.no_grad(), self.format():
-            peaks = peaks_of_segments(
-                self._separate_blocks(), lambda *sizes: self.model(**batches[sizes], use_cache=False), known
-            )
+
+        def run(num_sequences: int, num_tokens: int) -> None:
+            self.model(**batches[num_sequences, num_tokens], use_cache=False)
+
+        for lengths in (LENGTHS, *LONGER):
+            batches = {(size, num): self._few_tokens(size, num) for size in (1, 2) for num in lengths}
+            known += [tensor for batch in batches.values() for tensor in batch.values()]
+            with torch.no_grad(), self.format():
+                is_suspended = isinstance(self, SuspendedModel)
+                peaks = peaks_of_segments(
+                    self._separate_blocks(), run, known, lengths, is_suspended=is_suspended
+                )
+            if not is_padded(peaks):
+                break
         return tuple(
             tuple(
                 (-(-once // width), -(-tokens // width), -(-pairs // width))
@@ -281,10 +289,12 @@ class SegmentedModel:
 
     def _few_tokens(self, num_sequences: int = 2, num_tokens: int = 3) -> dict[str, Tensor]:
         """Return a batch of a few sequences, the last of which is a token shorter."""
-        tokens = torch.arange(num_sequences * num_tokens, device=self.device) % self.embedding.num_embeddings
-        tokens = tokens.view(num_sequences, num_tokens)
-        mask = torch.ones_like(tokens)
-        mask[-1, -1] = 0
+        shape, numbers = (
+            (num_sequences, num_tokens),
+            torch.arange(num_sequences * num_tokens, device=self.device),
+        )
+        tokens = (numbers % self.embedding.num_embeddings).view(shape)
+        mask = (numbers < num_sequences * num_tokens - 1).long().view(shape)
         return {
             "input_ids": tokens,
             "attention_mask": mask,
@@ -466,7 +476,7 @@ class SegmentedModel:
                         halfway = halves.check(state.shape[:-1], self.call(i, handed, cache))
                     self.inner_size = halfway.activation.shape[-1]
                 self._front = [tensor for tensor in self.tensors if segments[tensor.name] == (EMBED,)]
-        except _FAILURES as error:
+        except FAILURES as error:
             raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
         return segments
 
@@ -530,14 +540,14 @@ class SegmentedModel:
         for self._head_needs_shape in (False, True):
             try:
                 answers = self._logits(state), self._run_head(state, labels=labels).loss
-            except _FAILURES:
+            except FAILURES:
                 continue
             if are_same(answers, (whole.logits, whole.loss)):
                 return
         raise UnsplitError(self.model, "its head reads more than what the last block leaves")
 
 
-_FAILURES = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ArithmeticError)
+FAILURES = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, ArithmeticError)
 """What a model's code may raise where it is called otherwise than its own forward calls it."""
 
 
@@ -587,9 +597,9 @@ class UnsplitModel(SegmentedModel):
         try:
             with torch.no_grad():
                 self.loss_format()
-        except _FAILURES as error:
+        except FAILURES as error:
             raise ModelError(
-                f"{type(self.model).__name__} cannot be run on a few tokens: {str(error)[:300] or type(error).__name__}",
+                f"{type(self.model).__name__} cannot be run on a few tokens: {' '.join(str(error).split())[:300] or type(error).__name__}",
                 hint="the model's own forward fails; try it in transformers alone",
             ) from error
         return {tensor.name: (HEAD,) for tensor in self.tensors}
@@ -659,7 +669,7 @@ class SuspendedModel(UnsplitModel):
                 self.boundaries.end_at(blocks)
                 staged = self._tried(batch, self._segments_of, blocks)
                 whole = self._run_model(batch, labels=batch["labels"])
-        except _FAILURES as error:
+        except FAILURES as error:
             raise UnsplitError(
                 self.model, f"on stages, {str(error)[:300] or type(error).__name__}"
             ) from error
@@ -724,7 +734,7 @@ class SuspendedModel(UnsplitModel):
                 reads, whole = self._reads_of_forward(batch)
                 segments = self._read_segments(reads)
                 staged = self._tried(batch, segments)
-        except _FAILURES as error:
+        except FAILURES as error:
             raise UnsplitError(self.model, str(error)[:300] or type(error).__name__) from error
         if not are_same((staged.logits, staged.loss), (whole.logits, whole.loss)):
             raise UnsplitError(self.model, "its segments read more weights than their own")

@@ -39,12 +39,10 @@ class NamedTensor:
     ----------
     name : str
         As ``named_parameters()`` spells it; a tied parameter under its first name.
-    parameter : torch.nn.Parameter
     shape : torch.Size
         The parameter's, also while it has no memory.
     index : int
         Position among all trainable parameters, or -1 where it is frozen.
-    decays : bool
     layer : QuantizedLinear or None
         Where the parameter may be quantized, the layer whose weight it is; of several the first.
     """

@@ -91,7 +91,6 @@ def load_quantized(source: str | Path, plan: Plan) -> nn.Module:
 
     Parameters
     ----------
-    source : str or path
     plan : Plan
         With the quantized values that the directory holds. What is not quantized is in its format.
 
@@ -186,9 +185,6 @@ class _Files:
 
     Attributes
     ----------
-    directory : Path
-    layout : str
-    quant_config : QuantConfig
     tensors : mapping of str to torch.Tensor
         Mapped from their files.
     """
@@ -212,12 +208,7 @@ class _Files:
         return layer in layers and (last == "weight" or last in QUANTIZED_SUFFIXES)
 
     def check(self, layer: str, shape: tuple[int, int]) -> None:
-        """Raise where a tensor of a layer is missing, or of a shape or format that cannot be, before any is read.
-
-        Raises
-        ------
-        ModelError
-        """
+        """Raise where a tensor of a layer is missing, or of a shape or format that cannot be, before any is read."""
         for part, (wanted, kinds) in self._expected(shape).items():
             tensor = self.tensor(layer, part)
             if tensor.dtype not in kinds or not _alike(tuple(tensor.shape), wanted):
@@ -359,7 +350,6 @@ def save_quantized(model: nn.Module, directory: str | Path, dtype: str) -> None:
     ----------
     model : torch.nn.Module
         Its blocks' linear layers are quantized, and no other ones.
-    directory : path
     dtype : str
         Format of what is not quantized.
 
@@ -582,7 +572,6 @@ def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Ten
     ----------
     words : torch.Tensor
         int32, shape (rows, words).
-    bits, num : int
     shift : bool
         Whether quantized values count from the lowest number, and are wanted in two's complement.
     """

@@ -76,10 +76,6 @@ class _StandIn(nn.Module):
 class BlockStandIns:
     """Modules that take the places of a model's blocks for a while.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-
     Attributes
     ----------
     path : str
@@ -125,7 +121,6 @@ class RecordedBlocks(BlockStandIns):
 
     Parameters
     ----------
-    model : torch.nn.Module
     run : callable
         Runs the model's forward on a few tokens.
 

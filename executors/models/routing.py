@@ -24,7 +24,6 @@ class BlockRouting:
 
     Attributes
     ----------
-    block : int
     largest_share, smallest_share : float
         Of the visits, those of the expert that gets the most and of the one that gets the fewest.
     fullest : float
@@ -58,7 +57,6 @@ class RoutingReport:
         Sequences that were watched, and tokens of a batch, padding included: it is routed, too.
     num_resident : int
         Experts of a block that `uploads` takes to be on the device.
-    blocks : list of BlockRouting
     """
 
     num_sequences: int

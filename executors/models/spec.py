@@ -16,6 +16,7 @@ from costmodel.models.experts import Experts
 from costmodel.models.model_spec import ModelSpec
 from executors.formats import format_of
 from executors.models.blocks import fills_masks
+from executors.models.host_mirrors import HostMirrors
 from executors.models.loading import load_config, model_class, quietly_loading
 from executors.models.model import SegmentedModel, in_segments
 from executors.models.transformers_interface import attention_by, register_attention
@@ -96,7 +97,7 @@ def _without_values(model: nn.Module) -> Iterator[None]:
     text._experts_implementation = "batched_mm"
     try:
         # For a name that it does not know transformers makes no mask, whose numbers a masked model asks for.
-        with attention_by(model, _SHAPES_ALONE if fills_masks(model) else "eager"):
+        with attention_by(model, _SHAPES_ALONE if fills_masks(model) else "eager"), HostMirrors():
             yield
     finally:
         text._experts_implementation = usual
@@ -109,24 +110,24 @@ def _shapes_alone(_module: nn.Module, query: Tensor, *_args: Any, **_kwargs: Any
     return query.transpose(1, 2), None
 
 
-def spec_without_weights(source: str) -> ModelSpec:
-    """Return the specification of a model of which only the configuration is read, counted on the model without memory.
+def without_weights(source: str) -> nn.Module:
+    """Return a model of which only the configuration is read, without memory.
 
     Parameters
     ----------
     source : str
-        A directory with ``config.json``, or a name that transformers knows.
+        A ``config.json``, a directory that holds one, or a name that transformers knows.
 
     Raises
     ------
     ModelError
-        As :func:`spec_of_model`, or if there is no such configuration.
+        If there is no such configuration.
     """
     config = load_config(source, shipped=True)
     with quietly_loading(source), torch.device("meta"):
-        model = model_class(config)._from_config(config, attn_implementation="eager")
-        model.tie_weights()
-    return spec_of_model(model, Path(source).name)
+        model: nn.Module = model_class(config)._from_config(config, attn_implementation="eager")
+        model.tie_weights()  # type: ignore[operator]
+    return model
 
 
 def plan_of_model(model: nn.Module, *, batch: int, seq: int, **axes: Any) -> Plan:
@@ -239,7 +240,7 @@ def _experts(segmented: SegmentedModel, hidden: int, num_per_token: int | None) 
     return Experts(
         num_experts=weight.shape[0],
         # Where nothing says how many are visited, all are.
-        num_per_token=min(num_per_token or weight.shape[0], weight.shape[0]),
+        num_per_token=num_per_token or weight.shape[0],
         intermediate_size=weight[0].numel() // hidden,
         shared_size=sum(shared),
         dense_blocks=tuple(number for number, modules in enumerate(expert_modules) if not modules),
@@ -265,7 +266,7 @@ def _main(arguments: list[str]) -> int:
         return 2
     source, target = arguments
     try:
-        spec = spec_without_weights(source)
+        spec = spec_of_model(without_weights(source), Path(source).name)
     except ZosimError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from costmodel.formats import FORMATS, default_dtype
 from costmodel.memory import preflight_host
-from costmodel.models.configs import Trainable, read_model_spec
+from costmodel.models.configs import CONFIG_NAME, Trainable, read_model_spec, stored_quantization_in
 from costmodel.models.model_spec import ModelSpec
 from executors.devices import accelerator_type, check_device, num_devices_of
 from topology.errors import DoesNotFit, ModelError, PlanError, UnknownFamily, ZosimError
@@ -270,13 +271,36 @@ def spec_for(model: str, tuned: Trainable, split_blocks: tuple[int, ...] = (), *
         if Path(model).exists() or not loading.get("allow_download"):
             raise
     from executors.models.loading import load_model
+
+    return _counted(load_model(model, **loading), tuned, split_blocks)
+
+
+def counted_spec(source: str, tuned: Trainable, split_blocks: tuple[int, ...]) -> ModelSpec:
+    """Return the specification of a model that is counted without its weights, for `zosim plan`.
+
+    Raises
+    ------
+    ModelError
+        If there is no such configuration, or its model cannot be run.
+    """
+    from executors.models.spec import without_weights
+
+    path = Path(source)
+    name = path.parent.name if path.name == CONFIG_NAME else path.stem if path.is_file() else path.name
+    stored = stored_quantization_in(path.parent if path.is_file() else path)
+    spec = _counted(without_weights(source), tuned, split_blocks, name)
+    return spec.model_copy(update={"stored": stored})
+
+
+def _counted(
+    model: nn.Module, tuned: Trainable, split_blocks: tuple[int, ...], name: str | None = None
+) -> ModelSpec:
     from executors.models.spec import spec_of_model
     from executors.runs.adapters import attach
 
-    loaded = load_model(model, **loading)
     if tuned != "all":
-        attach(loaded, tuned)
-    return spec_of_model(loaded, split_blocks=split_blocks)
+        attach(model, tuned)
+    return spec_of_model(model, name, split_blocks=split_blocks)
 
 
 def refuse_too_large(

@@ -21,10 +21,11 @@ from costmodel.formats.codecs import CodecSpec, codec_spec
 from costmodel.formats.symbols import BoundarySymbols, TensorSymbols
 from costmodel.models.configs import Trainable, read_model_spec
 from costmodel.models.model_spec import ModelSpec, block_index
-from topology.errors import PlanError, ZosimError
+from topology.errors import PlanError, UnknownFamily, ZosimError
 from topology.reading import read_json_object
 from topology.renamed import with_present_names
 from zosim.plans import INSIDE, Split, check_split_points
+from zosim.registry import FUNCTIONS, load, registered
 
 SplitModel = Callable[[tuple[int, ...]], ModelSpec]
 """Returns the model with these blocks split inside."""
@@ -141,6 +142,30 @@ class SplitOptions:
         return self.split_model(blocks)
 
 
+def model_spec(source: str, tuned: Trainable = "all", split_blocks: tuple[int, ...] = ()) -> ModelSpec:
+    """Return what is known of a model from its configuration, which of a family without a row torch counts, if it is installed.
+
+    Parameters
+    ----------
+    source, tuned, split_blocks
+        As of :func:`~costmodel.models.configs.read_model_spec`.
+
+    Raises
+    ------
+    ModelError
+        If there is no such model, its configuration is damaged, or nothing here knows its family.
+    """
+    try:
+        return read_model_spec(source, trainable=tuned, split_blocks=split_blocks)
+    except UnknownFamily as unknown:
+        try:
+            count = load(registered(FUNCTIONS)["count"])
+        except (ModuleNotFoundError, KeyError):
+            raise unknown from None
+        counted: ModelSpec = count(source, tuned, split_blocks)
+        return counted
+
+
 def split_options_of(
     source: str, split: Split | None = None, densities: Path | None = None, tuned: Trainable = "all"
 ) -> SplitOptions:
@@ -148,7 +173,7 @@ def split_options_of(
 
     @cache
     def split_model(blocks: tuple[int, ...]) -> ModelSpec:
-        return read_model_spec(source, trainable=tuned, split_blocks=blocks)
+        return model_spec(source, tuned, blocks)
 
     path = Path(source)
     # A saved description has no configuration to split anew.

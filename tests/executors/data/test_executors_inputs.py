@@ -22,7 +22,7 @@ def test_a_name_whose_files_are_not_here_is_refused_in_words(read: Any) -> None:
 
 def test_the_padding_token_of_a_model_that_is_not_here_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for model, reason in (("opt-125m", "cannot load the model"), (str(tmp_path), "has model_type None")):
+    for model, reason in (("opt-125m", "cannot load the model"), (str(tmp_path), "has no model_type")):
         run = SimpleNamespace(random_weights=False, model=model, allow_download=False)
         settings: Any = SimpleNamespace(run=run)
         with pytest.raises(ModelError, match=reason):

@@ -18,7 +18,6 @@ from costmodel.devices.prices import (
     load_prices,
     shipped_prices,
 )
-from costmodel.models.configs import read_model_spec
 from topology.errors import PlanError
 from topology.figures import Basis
 from topology.units import QuantityError, format_seconds, parse_quantity
@@ -36,7 +35,7 @@ from zosim.applications.buying.sensitivity import (
 from zosim.config import PlanConfig, filled, merge
 from zosim.options import config_of, takes_earlier_names
 from zosim.planning.explain import about_host_memory
-from zosim.planning.split_options import split_options_of
+from zosim.planning.split_options import model_spec, split_options_of
 from zosim.report import Bullets, Element, Report, Table
 
 JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
@@ -278,7 +277,7 @@ def buy(
             raise PlanError(f"--{name} {number!r} must be a whole number of at least {least}")
     table = shipped_prices() if prices is None else load_prices(prices)
     options = config_of(PlanConfig, settings, only=JOB_OPTIONS)
-    config = merge(PlanConfig(model=read_model_spec(model)), options)
+    config = merge(PlanConfig(model=model_spec(model)), options)
     seen = None if examples is None else math.ceil(examples * epochs)
     num_steps = steps or 10_000 if seen is None else math.ceil(seen / filled(config).batch)
     job = Job(config, num_steps, split_options_of(model, config.split))
