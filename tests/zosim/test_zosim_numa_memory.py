@@ -131,7 +131,7 @@ def test_a_plan_names_what_of_the_host_nobody_stated() -> None:
     planned = SimpleNamespace(plan=plan, topology=topology, far_shares={})
     bandwidth, others = about_host_memory(planned)
     assert "the bandwidth of dram0, 100 GB/s, is assumed" in bandwidth
-    assert "assumed, as nothing declares it: the size of dram0, 256 GiB and the 16 cores of cpu0" in others
+    assert "assumed: the size of dram0, 256 GiB and the 16 cores of cpu0" in others
     stated = SimpleNamespace(plan=plan, topology=load_preset("dgx-h100"), far_shares={})
     assert list(about_host_memory(stated)) == []
 

@@ -107,7 +107,7 @@ def about_host_memory(planned: PlannedRun) -> Iterator[str]:
         if cpu.host in hosts and cpu.spec is not None and cpu.spec.cores.basis == "assumed"
     ]
     if others:
-        yield f"assumed, as nothing declares it: {' and '.join(others)}"
+        yield f"assumed: {' and '.join(others)}"
 
 
 def about_disks(planned: PlannedRun) -> Iterator[str]:
