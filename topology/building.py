@@ -29,6 +29,8 @@ SOCKET_BANDWIDTH_BYTES_PER_S = {3: 6 * 2666e6 * 8, 4: 8 * 3200e6 * 8, 5: 8 * 480
 # https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip, https://www.nvidia.com/en-us/data-center/gb200-nvl72/
 GRACE_MEMORY_BYTES = 480e9
 GRACE_BANDWIDTH_BYTES_PER_S = {4: 384e9, 5: 512e9}
+UNIFIED = ("gb10",)
+"""How the ids of GPUs begin whose memory is the host's."""
 _MEMORY_FIGURES: dict[str, TypeAdapter[Figure]] = {
     "capacity": TypeAdapter(Bytes),
     "bandwidth": TypeAdapter(Bandwidth),
@@ -115,6 +117,10 @@ class MachineBuilder:
 
         Raises TopologyError if it is not consistent.
         """
+        unified = [node for node in self._nodes.values() if node.spec and node.spec.id.startswith(UNIFIED)]
+        if unified:
+            shared = f"The memory of {', '.join(node.id for node in unified[:8])} is the host's as well"
+            self.notes.append(f"{shared}: what one of them holds, the other has not.")
         self.notes += memory_notes(self._nodes.values(), state_memory or _STATE_MEMORY)
         notes = " ".join(dict.fromkeys(self.notes))
         with readable(self.name):
@@ -186,6 +192,10 @@ def assumed_memory(
         rate = GRACE_BANDWIDTH_BYTES_PER_S[max(generation, 4)]
         assumed["capacity"] = f"{GRACE_MEMORY_BYTES * num_domains:g} B", "480 GB of LPDDR5X beside a Grace"
         assumed["bandwidth"] = f"{rate * num_domains:g} B/s", "the LPDDR5X of a Grace"
+    elif gpus and all(spec.id.startswith(UNIFIED) for spec in gpus):
+        assumed["capacity"] = "8 GiB", "what an operating system leaves of memory that is the GPU's"
+        rate = sum(spec.memory_bandwidth_bytes_per_s for spec in gpus)
+        assumed["bandwidth"] = f"{rate:g} B/s", "that of the GPU, with whose memory it is one"
     elif any(not spec.id.startswith(("rtx", "titan", "detected")) for spec in gpus):
         # GPUs that are not named for games or desks stand in a server.
         twice = 2 * sum(spec.memory_bytes for spec in gpus)

@@ -458,6 +458,14 @@ def test_underlines_that_lost_their_escape_are_passed_over():
     assert nvlinks(from_nvidia_smi_topo(pasted, gpu="h200-141gb-sxm")) == {("gpu0", "gpu1"): 18}
 
 
+def test_a_gpu_whose_memory_is_the_host_s_leaves_little_beside_it():
+    machine = from_nvidia_smi_topo(listing("NVIDIA GB10") + matrix([["X"]], ["0-19\t0\t\tN/A"]))
+    [host] = machine.of_type("memory")
+    assert host.memory_bytes == 8 * 2**30
+    assert host.bandwidth_bytes_per_s == 273e9
+    assert "memory of gpu0 is the host's as well" in machine.description
+
+
 def test_parts_of_a_gpu_and_hidden_domains_are_told():
     parts = "  MIG 1g.10gb     Device  0: (UUID: MIG-1)\n  MIG 1g.10gb     Device  1: (UUID: MIG-2)\n"
     text = listing("NVIDIA A100-SXM4-80GB") + parts + matrix([["X"]], ["N/A\tN/A"])
