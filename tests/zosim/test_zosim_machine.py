@@ -6,6 +6,7 @@ import pytest
 
 from costmodel.work import Work
 from tests.support.builders import RATE, instruction, make_profile, pipeline, program, shared
+from topology.changes import FigureChange, times
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
 from zosim.applications.closed_form import step_time_bound
@@ -87,6 +88,17 @@ def test_an_operation_alone_is_never_slowed_by_a_capacity_that_was_declared_too_
     activity = machine.activity(program([COPY]), COPY)
     assert dict(activity.uses)["dram"] == RATE / 10
     assert simulate(program([COPY]), machine, num_steps=1).makespan_s == pytest.approx(1.0)
+
+
+def test_a_memory_that_limits_no_copy_changes_nothing_that_is_done_alone():
+    topology = load_preset("a100-80gb-milan")
+    profile, memory = make_profile("gpu"), topology.host_memory("gpu0").id
+
+    def alone(factor):
+        change = FigureChange(frozenset({memory}), "bandwidth", times(factor))
+        return Machine.from_topology(change.apply(topology), "gpu0", profile).alone
+
+    assert alone(2.0) == alone(1.0) == alone(0.5) != alone(0.1)
 
 
 def test_where_bytes_go_decides_over_the_stream():
