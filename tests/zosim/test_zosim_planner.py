@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from topology import load_preset
 from topology.errors import DoesNotFit, PlanError
 from zosim.hardware.profiles import profile_for, save_host_profile
 from zosim.planning.explain import ALIKE
-from zosim.planning.planner import Request, choose, placements
+from zosim.planning.planner import Decision, Request, choose, placements
 from zosim.planning.predict import PlannedRun
 from zosim.planning.views import prediction_view
 from zosim.plans import ForwardPass, Plan, Residency, Weights
@@ -31,6 +32,12 @@ def request(
     return request_for(read_model_spec(model), topology, profile=profile_for(topology, device), **fields)
 
 
+@cache
+def decision_for(max_device_bytes: int | None = None, *, copies: bool = False) -> Decision:
+    fixed = {"weights": {"perturbation": "copies"}} if copies else None
+    return choose(request(max_device_bytes=max_device_bytes, fixed=fixed))
+
+
 def simulated_s(requested: Request, plan: Plan) -> float:
     return PlannedRun(plan, requested.hardware.topology, requested.hardware.profile).timeline.step_time_s
 
@@ -39,7 +46,7 @@ def simulated_s(requested: Request, plan: Plan) -> float:
 @pytest.mark.parametrize("limit", [None, 2 * GIB])
 def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
     requested = request(max_device_bytes=limit)
-    decision = choose(requested)
+    decision = decision_for(limit)
     fitting = [p for p in placements(requested) if p in [c.plan for c in (decision.chosen, *decision.others)]]
     best = min(simulated_s(requested, plan) for plan in fitting)
     # A full search knows no plan with some blocks on the device: one is faster where not all have space.
@@ -49,9 +56,8 @@ def test_the_choice_is_the_best_of_a_full_search(limit: int | None) -> None:
     assert is_mixed or decision.prediction.step_time_s == pytest.approx(best, rel=1e-12)
 
 
-def weights_of(requested: Request) -> dict[tuple[str, bool], float]:
+def weights_of(decision: Decision) -> dict[tuple[str, bool], float]:
     """Return the least seconds, simulated or bounded, of the ways to the points that were looked at and fit."""
-    decision = choose(requested)
     found: dict[tuple[str, bool], float] = {}
     for candidate in (decision.chosen, *decision.others):
         plan = candidate.plan
@@ -61,26 +67,26 @@ def weights_of(requested: Request) -> dict[tuple[str, bool], float]:
 
 @pytest.mark.slow
 def test_copies_are_looked_at_where_they_are_asked_for_and_written_ahead_where_that_is_faster() -> None:
-    serial = weights_of(request())
-    copies = weights_of(request(fixed={"weights": {"perturbation": "copies"}}))
+    serial = weights_of(decision_for())
+    copies = weights_of(decision_for(copies=True))
     assert set(serial) == {("serial", False), ("serial", True)}
     assert set(copies) == {("copies", False), ("copies", True)}
     assert copies["copies", True] < serial["serial", False]
-    chosen = choose(request(fixed={"weights": {"perturbation": "copies"}})).chosen
+    chosen = decision_for(copies=True).chosen
     assert chosen.seconds == min(copies.values())
 
 
 def test_copies_are_written_ahead_only_where_memory_admits_it() -> None:
-    free = choose(request(fixed={"weights": {"perturbation": "copies"}})).chosen
+    free = decision_for(copies=True).chosen
     limit = free.footprints.largest.device_bytes - 1
-    tight = choose(request(fixed={"weights": {"perturbation": "copies"}}, max_device_bytes=limit)).chosen
+    tight = decision_for(limit, copies=True).chosen
     assert tight.footprints.largest.device_bytes <= limit
     assert tight.seconds >= free.seconds * (1 - ALIKE)
     assert tight.plan != free.plan
 
 
 def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
-    free, tight = choose(request()), choose(request(max_device_bytes=2 * GIB))
+    free, tight = decision_for(), decision_for(2 * GIB)
     assert free.chosen.plan.residency.blocks == "resident"
     assert tight.chosen.plan.residency.blocks == "offloaded"
     assert tight.chosen.planned.footprint.device_bytes <= 2 * GIB
@@ -91,14 +97,14 @@ def test_a_limit_makes_the_planner_offload_and_the_limit_is_kept() -> None:
 def test_more_memory_never_makes_the_best_plan_slower() -> None:
     times = []
     for limit_gib in (1.6, 1.8, 2.4, 4, 8):
-        prediction = choose(request(max_device_bytes=int(limit_gib * GIB))).prediction
+        prediction = decision_for(int(limit_gib * GIB)).prediction
         assert prediction is not None
         times.append(prediction.step_time_s)
     assert all(more <= less * (1 + ALIKE) for less, more in pairwise(times))
 
 
 def test_the_interval_holds_the_prediction() -> None:
-    prediction = choose(request()).prediction
+    prediction = decision_for().prediction
     assert prediction is not None
     assert prediction.low_s < prediction.step_time_s < prediction.high_s
 
@@ -123,7 +129,7 @@ def test_the_footprint_bounds_the_simulated_memory_closely() -> None:
     from zosim.program.instructions import Space
 
     for limit in (None, 2 * GIB):
-        planned = choose(request(max_device_bytes=limit)).chosen.planned
+        planned = decision_for(limit).chosen.planned
         simulated = planned.timeline.peak_memory(Space.DEVICE).size_bytes
         runtime = sum(
             p.size_bytes
