@@ -471,3 +471,10 @@ _FIELDS_OF_OLD = (
     "is_causal",
     "checkpoint_dtype",
 )
+
+
+@pytest.mark.parametrize("path", ["./here", "/no/where", "~/model", "a/b/c"])
+def test_a_path_that_is_not_there_gets_no_names_of_models(path: str) -> None:
+    with pytest.raises(ModelError, match=f"there is no model directory '{path}'") as refused:
+        read_model_spec(path)
+    assert "nearest" not in str(refused.value)

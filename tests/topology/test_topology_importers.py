@@ -211,3 +211,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "binary.xml").write_bytes(b"\xff\xfe")
     with pytest.raises(TopologyError, match="not UTF-8"):
         from_hwloc_xml(tmp_path / "binary.xml")
+
+
+def test_the_table_of_plain_nvidia_smi_is_recognised() -> None:
+    row = "|   {}  NVIDIA GeForce RTX 4090        Off |   00000000:0{}:00.0 Off |                  Off |"
+    with pytest.raises(TopologyError) as refused:
+        from_nvidia_smi_topo("\n".join(row.format(gpu, gpu + 1) for gpu in range(2)))
+    assert "--hardware '2x NVIDIA GeForce RTX 4090'" in str(refused.value)

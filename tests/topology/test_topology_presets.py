@@ -203,3 +203,10 @@ def test_resolve_takes_a_preset_or_a_file(tmp_path):
     assert resolve(str(file)) == resolve("h200-1x")
     with pytest.raises(TopologyError, match="no preset"):
         load_preset("h200")
+
+
+def test_a_list_whose_only_item_is_wrong_is_not_called_empty(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: x\nnodes:\n  - {id: gpu0, type: gpu, memory: 24}\n")
+    with pytest.raises(TopologyError, match=r"is not valid: nodes\[0\].memory: unknown key"):
+        resolve(str(file))

@@ -124,6 +124,7 @@ class TestLines:
             ([{"input_ids": [1, 2]}, '{"input_ids": [1, '], "line 2 is not JSON"),
             (["[", "]"], "line 1 is not JSON"),
             ([[1, 2]], "line 1 holds a JSON list"),
+            ([[{"input_ids": [1, 2]}]], "an object\n\nhint: put each object on a line of its own: jq -c"),
             (
                 [{"input_ids": [1, 2]}, {"input_id": [1, 2]}],
                 "line 2 has no input_ids\n\nhint: did you mean input_id?",
