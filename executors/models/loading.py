@@ -304,23 +304,13 @@ def _with_floats(value: Any) -> Any:
 
 
 _DESCRIPTION = {
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "is_encoder_decoder",
-    "transformers_version",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-}
+    "architectures", "dtype", "torch_dtype", "is_encoder_decoder", "transformers_version", "rope_scaling",
+    "rope_theta", "partial_rotary_factor",
+}  # fmt: skip
 _NO_DESCRIPTION = {
-    "auto_map",
-    "quantization_config",
-    "configuration_files",
-    "fusion_config",
-    "attn_implementation",
+    "auto_map", "quantization_config", "configuration_files", "fusion_config", "attn_implementation",
     "experts_implementation",
-}
+}  # fmt: skip
 
 
 class _UsualSizes(BaseModel):

@@ -261,18 +261,18 @@ class SegmentedModel:
         """Return what is alive in each segment, as :class:`~costmodel.models.model_spec.ModelSpec` has it, by forwards of several lengths."""
         width = self.tensors[0].values.element_size()
         known = [*self.model.parameters(), *self.model.buffers()]
+        is_suspended = isinstance(self, SuspendedModel)
+        blocks = [] if isinstance(self, UnsplitModel) and not is_suspended else self.blocks
 
         def run(num_sequences: int, num_tokens: int) -> None:
             self.model(**batches[num_sequences, num_tokens], use_cache=False)
 
-        for lengths in (LENGTHS, *LONGER):
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
+        for lengths in (LENGTHS, *(own for own in LONGER if own[-1] <= (most or own[-1]))):
             batches = {(size, num): self._few_tokens(size, num) for size in (1, 2) for num in lengths}
             known += [tensor for batch in batches.values() for tensor in batch.values()]
             with torch.no_grad(), self.format():
-                is_suspended = isinstance(self, SuspendedModel)
-                peaks = peaks_of_segments(
-                    self._separate_blocks(), run, known, lengths, is_suspended=is_suspended
-                )
+                peaks = peaks_of_segments(blocks, run, known, lengths, is_suspended=is_suspended)
             if not is_padded(peaks):
                 break
         return tuple(
@@ -282,10 +282,6 @@ class SegmentedModel:
             )
             for moments in peaks
         )
-
-    def _separate_blocks(self) -> Sequence[nn.Module]:
-        """Return the blocks that are segments of their own."""
-        return self.blocks
 
     def _few_tokens(self, num_sequences: int = 2, num_tokens: int = 3) -> dict[str, Tensor]:
         """Return a batch of a few sequences, the last of which is a token shorter."""
@@ -576,9 +572,6 @@ class UnsplitModel(SegmentedModel):
         del index, cache, more
         return handed
 
-    def _separate_blocks(self) -> Sequence[nn.Module]:
-        return ()
-
     def _run_head(self, hidden: Handed, **inputs: Any) -> Any:
         assert isinstance(hidden, Mapping)
         return self._run_model(hidden, **inputs)
@@ -697,9 +690,6 @@ class SuspendedModel(UnsplitModel):
             rest = boundaries.overhead_bytes(call, len(tensors)) // 2
             counts.append(sum(sizes) + rest)
         return counts
-
-    def _separate_blocks(self) -> Sequence[nn.Module]:
-        return self.blocks
 
     def _watched(self, batch: Batch) -> tuple[ForwardCalls, Callable[[int], list[Tensor]]]:
         return watched(self.model, self.blocks, lambda: self._run_model(batch, labels=batch["labels"]))

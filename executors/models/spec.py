@@ -208,13 +208,8 @@ def _usual_fields(segmented: SegmentedModel, config: Any) -> dict[str, Any]:
 
 
 _EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "top_k",
-    "moe_k",
-)
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "moe_k",
+)  # fmt: skip
 """What families call the number of experts that a token visits."""
 
 
