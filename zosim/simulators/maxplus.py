@@ -88,7 +88,9 @@ class MaxPlus(Generic[Time]):
         self.starts.append(starts)
         all_ends.append(ends)
         for (number, edges), alone_s in zip(nodes, seconds, strict=True):
-            awaited = [all_ends[position - distance][n] for distance, n in edges if distance <= position]
+            awaited: list[Time] = [
+                all_ends[position - distance][n] for distance, n in edges if distance <= position
+            ]
             # One call for all of them: most of a bound's time goes here.
             start_s = latest([self._zero, *awaited]) if is_plain else reduce(latest, awaited, self._zero)
             starts[number], ends[number] = start_s, start_s + alone_s
