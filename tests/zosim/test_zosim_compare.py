@@ -182,7 +182,7 @@ def test_two_plans_and_a_run_differ_in_time_links_memory_and_instructions(three)
     # What is wrong with the first prediction is what the slow GPU computes.
     worst = min(found.labels, key=lambda row: row.contributions[0])
     assert worst.name in ("forward", "perturb")
-    assert worst.values[0] < worst.values[2]
+    assert worst.values[2] > 1.5 * worst.values[0]
     # Bytes over a link are those of the copies that pass it.
     offloaded = sides["predicted B"].planned
     brought = [item for item in offloaded.program.step if item.stream == Stream.H2D]
