@@ -216,7 +216,9 @@ def _checked(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise
     except ZosimError as error:  # of a part that checks itself
         raise RunError(f"{path} is not valid: {error.message}", hint=error.hint) from error
-    return {**header, "plan": known.plan.model_dump(mode="json")}
+    # As floats: JSON may have an integer of any size in their place.
+    floats = {"epsilon": known.epsilon, "weight_decay": known.weight_decay}
+    return {**header, **floats, "plan": known.plan.model_dump(mode="json")}
 
 
 RENAMED: Mapping[str, str] = {

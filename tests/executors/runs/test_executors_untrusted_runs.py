@@ -245,6 +245,12 @@ def test_nothing_waits_for_what_is_no_file(finished, run, tmp_path, capsys, name
         assert "Traceback" not in output
 
 
+def test_a_record_s_number_of_any_size_is_refused(run, capsys):
+    write_header(run, read_header(run) | {"epsilon": 10**38})
+    assert resume(run) == 2
+    assert "does not follow from the losses" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_partial_file_that_is_a_link_is_not_written_through(run, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("mine")
