@@ -265,6 +265,7 @@ def _install(environment: Environment) -> None:
 
 def _compile(environment: Environment) -> None:
     """Compile all modules on all cores, but for those that hardly anybody imports; pip would take a minute of one core for all."""
+    print("== compiling what was installed", flush=True)
     unused = r"site-packages.(.*[/\\])?tests?[/\\]|site-packages.transformers.models.(?!auto)"
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
     command = [
