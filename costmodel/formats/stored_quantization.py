@@ -110,7 +110,8 @@ def stored_quantization(config: Mapping[str, Any], source: str) -> StoredQuantiz
         _refuse(
             where,
             f"quant_method {method!r:.40} is none that is read",
-            "give a directory of compressed-tensors, gptq, awq or zosim",
+            "give a directory of compressed-tensors, gptq, awq or zosim; to plan the model in 16 bits, take quantization_config out of a copy "
+            "of its config.json",
         )
     return readers[method](cast("Mapping[str, Any]", quantization), where)
 
