@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from zosim.api import plan as plan
     from zosim.api import simulate as simulate
     from zosim.applications.buying.answer import buy as buy
-    from zosim.applications.closed_form import step_time_bound as step_time_bound
     from zosim.applications.first_order.choice import choose_order as choose_order
     from zosim.applications.first_order.choice import compare_first_order as compare_first_order
     from zosim.applications.html_report.command import write_report as write_report
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from zosim.plans import Split as Split
     from zosim.plans import Weights as Weights
     from zosim.program import Program as Program
+    from zosim.simulators.closed_form import step_time_bound as step_time_bound
     from zosim.timeline import Timeline as Timeline
 
     __version__: str

@@ -14,7 +14,6 @@ from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.planting import Fault, altered, called_with, planted
 from topology import load_preset
 from zosim.analysis.counts import step_counts
-from zosim.applications.closed_form import step_time_bound_of
 from zosim.applications.first_order.programs import FirstOrder, lower_first_order
 from zosim.hardware.machines import machines_for
 from zosim.plans import ForwardPass, Mesh, Placement, Plan, Split, Weights
@@ -22,6 +21,7 @@ from zosim.program import Program
 from zosim.program.instructions import Stream
 from zosim.program.operations import Backward, Forward, Recv, Send
 from zosim.program.program_set import ProgramSet
+from zosim.simulators.closed_form import step_time_bound_of
 from zosim.simulators.world import World
 
 _PRESET = "dgx-h100"

@@ -21,7 +21,6 @@ from proofs_checks.outcomes import Context, Outcome
 from proofs_checks.planting import Fault, called_with, planted, returning
 from topology import load_preset
 from topology.errors import DoesNotFit
-from zosim.applications.closed_form import step_time_bound
 from zosim.config import PlanConfig, Search, merge
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
@@ -29,6 +28,7 @@ from zosim.planning.planner import choose
 from zosim.planning.request import Hardware, Request
 from zosim.plans import Placement, Plan, Residency, Schedule
 from zosim.program import Program
+from zosim.simulators.closed_form import step_time_bound
 from zosim.simulators.simulate import simulate
 
 _DEVICES = (("dgx-h100", "gpu0"), ("rtx4090-2x", "gpu0"), ("dgx-h100", "cpu0"), ("cpu-laptop", "cpu0"))

@@ -17,9 +17,9 @@ from studies.published.constants import PAPERS
 from studies.published.fitted_profile import known_cells, load_published_profile
 from studies.published.rows import shipped_rows
 from zosim.analysis.scoreboard import score_table
-from zosim.applications.closed_form import step_time_bound
 from zosim.lowering import lower
 from zosim.report import Report, Table
+from zosim.simulators.closed_form import step_time_bound
 
 GOAL = 25.0
 """Median absolute error in percent."""

@@ -21,7 +21,7 @@ from zosim.program.step_graph import StepGraph
 from zosim.simulators.maxplus import Floats, MaxPlus, Node, in_order
 
 NUM_STEPS = 4
-"""Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.applications.closed_form.step_time_bound`)."""
+"""Steps that are evaluated; the last two are alike (tests compare with :func:`zosim.simulators.closed_form.step_time_bound`)."""
 
 
 @dataclass(frozen=True)

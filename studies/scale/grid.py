@@ -2,8 +2,8 @@
 
 What a configuration changes is how long instructions take, not which there are or who waits for whom. So the order is
 worked out once, every kind of instruction is costed only for those values that its cost depends on, and the recurrence
-(:mod:`zosim.applications.closed_form`) runs on arrays, one element per configuration. Every element equals what
-:func:`~zosim.applications.closed_form.step_time_bound` says of that configuration alone.
+(:mod:`zosim.simulators.closed_form`) runs on arrays, one element per configuration. Every element equals what
+:func:`~zosim.simulators.closed_form.step_time_bound` says of that configuration alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from costmodel.rates.profile import CONSTANT_UNITS, Bound, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
 from topology.validation import did_you_mean
-from zosim.applications.closed_form import MAX_STEPS, second_half_s
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower, unordered
 from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.instructions import Instruction
+from zosim.simulators.closed_form import MAX_STEPS, second_half_s
 from zosim.simulators.maxplus import Floats, MaxPlus, Node
 from zosim.simulators.periodic import MAX_CYCLE, TOLERANCE
 from zosim.simulators.run_graph import RunGraph

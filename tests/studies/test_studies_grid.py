@@ -12,11 +12,11 @@ from studies.scale.grid import LINKS, scaled, step_time_bounds
 from tests.support.builders import make_profile
 from topology.documents import load_preset
 from topology.errors import PlanError
-from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.hardware.profiles import profile_for
 from zosim.lowering import lower
 from zosim.plans import Estimator, Perturbations, Placement, Plan, Residency, Schedule, Weights
+from zosim.simulators.closed_form import step_time_bound
 
 TOPOLOGY = load_preset("dgx-1v")
 MACHINE = Machine.from_topology(

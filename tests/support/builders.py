@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from costmodel.rates.profile import CONSTANT_UNITS, Constant, Profile
 from costmodel.work import Work
-from zosim.applications.closed_form import Recurrence
 from zosim.hardware.machine import Machine, Ring
 from zosim.program import Program
 from zosim.program.instructions import Dependency, Instruction, Stream
 from zosim.program.operations import Collective, Copy, Scalar
 from zosim.program.program_set import ProgramSet
 from zosim.program.step_graph import RunNode
+from zosim.simulators.closed_form import Recurrence
 from zosim.simulators.simulate import simulate_world
 from zosim.simulators.world import World
 

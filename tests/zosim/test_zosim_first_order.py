@@ -15,7 +15,6 @@ from costmodel.work import Work
 from topology import load_preset
 from topology.errors import Hazard, PlanError
 from zosim.analysis.counts import step_counts
-from zosim.applications.closed_form import step_time_bound_of
 from zosim.applications.first_order.programs import PRESETS, FirstOrder, lower_first_order
 from zosim.applications.first_order.report import baseline_run
 from zosim.applications.first_order.settings import first_order_of, num_kept_at_once, turns
@@ -29,6 +28,7 @@ from zosim.program.operations import Backward, Forward, Recv, Send
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate import validate
 from zosim.program.validate_set import validate_set
+from zosim.simulators.closed_form import step_time_bound_of
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import periodic_step_s
 from zosim.simulators.simulate import simulate_world

@@ -9,10 +9,10 @@ from tests.support.builders import RATE, instruction, make_profile, pipeline, pr
 from topology.changes import FigureChange, times
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError
-from zosim.applications.closed_form import step_time_bound
 from zosim.hardware.machine import Machine
 from zosim.program.contents import ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space
+from zosim.simulators.closed_form import step_time_bound
 from zosim.simulators.simulate import simulate
 
 COPY = instruction("upload", "h2d", 1.0)

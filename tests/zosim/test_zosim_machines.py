@@ -10,7 +10,6 @@ from topology.clusters import cluster
 from topology.documents import load_preset, preset_names
 from topology.errors import ProfileError, TopologyError
 from topology.rings import edge_disjoint_rings
-from zosim.applications.closed_form import step_time_bound_of
 from zosim.eval_points import EvalPoint
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import machines_for
@@ -18,6 +17,7 @@ from zosim.program.contents import Loss, ParamGroupWeights
 from zosim.program.instructions import Access, Buffer, Space
 from zosim.program.operations import Collective
 from zosim.program.program_set import ProgramSet
+from zosim.simulators.closed_form import step_time_bound_of
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many
 from zosim.simulators.world import World

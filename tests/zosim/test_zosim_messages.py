@@ -11,11 +11,11 @@ from costmodel.work import Work
 from tests.support.builders import RATE, host_machine, instruction, program, simulate_ranks
 from topology.errors import ProgramError
 from zosim.analysis.critical_path import bottleneck, step_path
-from zosim.applications.closed_form import step_time_bound, step_time_bound_of
 from zosim.hardware.machine import Hop
 from zosim.program.operations import Collective, Recv, Send
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
+from zosim.simulators.closed_form import step_time_bound, step_time_bound_of
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import periodic_step_s, simulate_many
 from zosim.simulators.simulate import simulate

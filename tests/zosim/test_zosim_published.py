@@ -26,12 +26,12 @@ from studies.published.memory import parts_of
 from studies.published.predicting import answers
 from studies.published.rows import PublishedRow, read_rows, shipped_rows, write_rows
 from topology.errors import ProfileError
-from zosim.applications.closed_form import step_time_bound
 from zosim.applications.published_code import as_published
 from zosim.hardware.machine import Machine
 from zosim.lowering import lower
 from zosim.program.instructions import Stream
 from zosim.program.operations import Forward, Perturb, Update
+from zosim.simulators.closed_form import step_time_bound
 from zosim.simulators.simulate import simulate
 
 ROWS = [row for row in shipped_rows() if row["paper"] in ("ZO2", "DistZO2", "SparQ")]

@@ -20,10 +20,10 @@ from tests.support.builders import (
     unshared,
 )
 from topology.errors import ProgramError
-from zosim.applications.closed_form import step_time_bound, step_time_bound_of
 from zosim.program.instructions import Dependency
 from zosim.program.program_set import ProgramSet
 from zosim.program.step_graph import RunNode, StepGraph
+from zosim.simulators.closed_form import step_time_bound, step_time_bound_of
 from zosim.simulators.fold import fold
 from zosim.simulators.lockstep import simulate_many
 from zosim.simulators.simulate import simulate

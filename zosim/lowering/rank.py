@@ -162,7 +162,7 @@ class Rank:
     @property
     def is_full_pass(self) -> bool:
         """Whether all parameters are at one point together."""
-        return self.plan.schedule.traversal == "full"
+        return self.plan.is_full_pass
 
     def is_delayed(self, group: ParamGroup) -> bool:
         """Whether the update of `group` waits for its turn in the next step."""

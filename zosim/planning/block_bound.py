@@ -27,9 +27,11 @@ The lower bound of the twelve blocks of OPT-125M is made of the instructions of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, groupby
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -43,21 +45,33 @@ from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
 from zosim.lowering.rank import Rank
 from zosim.lowering.schedule import StepWriter
-from zosim.planning.block_graph import BlockGraph, Execution, Seconds, StageStep, chained_s, period_s
+from zosim.planning.block_graph import (
+    MOVES,
+    REACH,
+    BlockGraph,
+    Execution,
+    Seconds,
+    StageStep,
+    chained_s,
+    period_s,
+    written_out,
+)
 from zosim.planning.footprint import Footprint, footprint_of
-from zosim.plans import Plan
+from zosim.plans import Plan, Residency
 from zosim.program import Program
-from zosim.program.instructions import DISK_STREAMS, Buffer, Instruction, Stream
-from zosim.program.operations import Cast, Collective, Forward, Recv, Send
+from zosim.program.instructions import DISK_STREAMS, Access, Buffer, Instruction, Phase, Stream
+from zosim.program.operations import Cast, Collective, Forward, Recv, Sample, Send
+from zosim.program.program_set import ProgramSet
+from zosim.program.step_graph import Edge
+from zosim.simulators.fold import fold
 from zosim.simulators.shortening import NUM_BLOCKS, shortened_stages, shortest, with_blocks
+from zosim.simulators.world import World
 
 _STAGING_ROLES = ("staging buffers", "transfer buffers")
 
 
 _ALIKE = {"num_resident_blocks": None, "num_disk_blocks": None}
 """Of a residency where all blocks are alike."""
-_MOVES = frozenset({"upload", "offload", "gather", "widen", "narrow", "allocate", "free"})
-"""Labels of what only blocks have that do not stay on the device."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +97,9 @@ class BlockBounder:
     """
 
     def __init__(self, model: ModelSpec) -> None:
+        self._model = model
         # Blocks that are unlike each other are written out.
-        self._small = shortest(model)
-        self._is_long = self._small is not model
+        self._is_long = shortest(model) is not model
         self._known_bounds: dict[Hashable, BlockBound] = {}
         self._two_blocks: dict[Hashable, _TwoBlocks] = {}
         self._prices: dict[Hashable, _Prices] = {}
@@ -142,6 +156,11 @@ class BlockBounder:
                 self._passes_s[_passes(plan, machine)] = two_blocks.passes_s(stage.seconds)
         return self._known_bounds[key]
 
+    def few_blocks(self, plan: Plan, rank: int, alike: Hashable) -> _TwoBlocks:
+        """Return what a rank does with few blocks, with its loss as the plan takes it; `alike` tells it from those that do otherwise."""
+        role = _role(plan, rank), alike, plan.forward.loss_chunk_tokens
+        return self._two_blocks_of(plan, rank, role, plan)
+
     def footprint(self, plan: Plan, rank: int, machine: Machine) -> Footprint:
         """Return the memory that `rank` of `plan` takes on `machine`."""
         role = _role(plan, rank)
@@ -152,11 +171,13 @@ class BlockBounder:
         workspace_bytes = self._two_blocks_of(plan, rank, role).workspace_bytes(loss)
         return footprint_of(self._buffers[key], workspace_bytes, machine.profile)
 
-    def _two_blocks_of(self, plan: Plan, rank: int, role: Hashable) -> _TwoBlocks:
+    def _two_blocks_of(self, plan: Plan, rank: int, role: Hashable, taken: Plan | None = None) -> _TwoBlocks:
         if role not in self._two_blocks:
             # Not connected: executions know their order, and only conflicts within one are looked for.
-            small, standing = self._shortened(_at_once(plan), rank)
-            self._two_blocks[role] = _TwoBlocks(unordered(small, rank), standing)
+            small, standing = self._shortened(taken or _at_once(plan), rank)
+            # Blocks of stages are unlike each other: messages come and go with the first and the last.
+            is_ahead = plan.perturbations.sampled_ahead and plan.num_stages == 1
+            self._two_blocks[role] = _TwoBlocks(unordered(small, rank), standing, is_ahead=is_ahead)
         return self._two_blocks[role]
 
     def _all_buffers(self, plan: Plan, rank: int) -> Iterator[Buffer]:
@@ -167,9 +188,7 @@ class BlockBounder:
         if not is_plain or num_few >= num_blocks:
             yield from StepWriter(plan, rank).buffers()
             return
-        if num_few not in self._few_blocks:
-            self._few_blocks[num_few] = with_blocks(plan.model, range(num_few))
-        few = plan.model_copy(update={"model": self._few_blocks[num_few]})
+        few = plan.model_copy(update={"model": self._with_few(num_few)})
         buffers = StepWriter(few, rank).buffers()
         if Rank(plan, rank).is_full_pass and any(buffer.role == "copies" for buffer in buffers):
             # One buffer holds a copy of the whole model.
@@ -179,6 +198,12 @@ class BlockBounder:
         for buffer in buffers:
             count = num_blocks - num_few + 1 if last in f".{buffer.name}." else 1
             yield replace(buffer, size_bytes=count * buffer.size_bytes)
+
+    def _with_few(self, num_blocks: int) -> ModelSpec:
+        """Return the model with its first blocks alone."""
+        if num_blocks not in self._few_blocks:
+            self._few_blocks[num_blocks] = with_blocks(self._model, range(num_blocks))
+        return self._few_blocks[num_blocks]
 
     def _stage(self, plan: Plan, rank: int, machine: Machine) -> tuple[StageStep, _Prices]:
         """Return who waits for whom in a step of a rank with what its instructions take, and what they take of resources.
@@ -202,10 +227,10 @@ class BlockBounder:
                     for item in execution.instructions
                 ]
                 activities = [self._activity(item, two_blocks.program, machine) for item in items]
-                # Where some blocks of many come from elsewhere, nothing is known to wait for that.
+                # Where it is not known which blocks come from elsewhere, nothing is known to wait for that.
                 seconds.append(
                     [
-                        0.0 if shares.of(item) < 1 else activity.seconds
+                        activity.seconds if _is_written_out(plan) or shares.of(item) == 1 else 0.0
                         for item, activity in zip(items, activities, strict=True)
                     ]
                 )
@@ -224,10 +249,9 @@ class BlockBounder:
                 tuple(behind.values()),
                 computed_s if is_exchanged else inf,
             )
-        # A buffer comes round after as many blocks that move, among which are those that stay.
-        distance = ceil(plan.residency.num_staging_buffers / (shares.offloaded or 1))
-        prices, graph = self._prices[key], two_blocks.graph(distance)
-        return StageStep(graph, prices.seconds, machine.step_s()), prices
+        return StageStep(
+            _graph(plan, two_blocks, shares), self._prices[key].seconds, machine.step_s()
+        ), self._prices[key]
 
     def _loss_work(self, plan: Plan, rank: int, role: Hashable) -> Work | None:
         """Return the work of a forward of the head that takes the loss in chunks; None for a loss at once."""
@@ -257,10 +281,56 @@ class BlockBounder:
             return plan, {}
         if plan.num_stages > 1:
             return shortened_stages(plan, rank)
-        last = self._small.num_blocks - 1
-        return plan.model_copy(update={"model": self._small}), {
-            block_segment(last): range(last, plan.model.num_blocks)
+        # What is drawn ahead meets that of two blocks before, in one of two halves that end as they do in the whole. The first is unlike.
+        num_blocks = plan.model.num_blocks
+        kept = REACH + 2 + num_blocks % 2 if plan.perturbations.sampled_ahead else NUM_BLOCKS
+        last = min(kept, num_blocks) - 1
+        small = plan.model_copy(update={"model": self._with_few(last + 1)})
+        return small, {block_segment(last): range(last, num_blocks)}
+
+
+def whole_world(plan: Plan, bounder: BlockBounder, machines: Sequence[Machine]) -> World | None:
+    """Return one rank of each class, as a simulation folds them, with all blocks written out from few; None where few do not tell all.
+
+    Programs of few blocks are folded, and those that are left are written out. What an instruction waits for and what it takes is as in the
+    program that the plan is lowered to; what it touches is not.
+    """
+    if plan.num_stages > 1 or plan.split_points or plan.uses_disks or not plan.copies_overlap:
+        return None
+    # What is drawn ahead of full passes waits for the pass before, beyond forwards.
+    if plan.perturbations.sampled_ahead and plan.is_full_pass:
+        return None
+    num_blocks, residency = plan.model.num_blocks, plan.residency
+    # With fewer blocks a copy from the host's memory would wait for the last one to it.
+    if plan.is_offloaded and residency.num_offloaded(num_blocks) <= residency.num_staging_buffers:
+        return None
+    # Ranks that agree in these do the same.
+    sizes = [{rank: len(part) for part in parts for rank in part} for parts in plan.process_groups.values()]
+    alike = [
+        (plan.eval_points_of(rank), len(plan.rows_of(rank)), *(of[rank] for of in sizes))
+        for rank in range(plan.placement.world_size)
+    ]
+    few = {key: bounder.few_blocks(plan, alike.index(key), key) for key in dict.fromkeys(alike)}
+    roles = {key: number for number, key in enumerate(few)}
+    programs = ProgramSet(
+        tuple(each.program for each in few.values()),
+        tuple(map(roles.__getitem__, alike)),
+        plan.process_groups,
+    )
+    world = fold(World.of(programs, machines))
+    written: dict[object, tuple[Program, dict[str, str]]] = {}
+    templates = []
+    for rank, template in zip(world.numbers, world.templates, strict=True):
+        two_blocks = few[alike[rank]]
+        if alike[rank] not in written:
+            step, like = written_out(two_blocks.graph(residency.num_staging_buffers, (residency, num_blocks)))
+            written[alike[rank]] = replace(template.program, step=step), like
+        program, like = written[alike[rank]]
+        activities: dict[tuple[Phase, str], Activity] = {
+            ("step", own): template.activities["step", other] for own, other in like.items()
         }
+        templates.append(replace(template, program=program, activities=activities))
+    return replace(world, templates=tuple(templates))
 
 
 def with_few_blocks(plan: Plan) -> Plan:
@@ -324,7 +394,7 @@ class _Shares(NamedTuple):
         """Return the share of the blocks that have such an instruction."""
         if instruction.stream in DISK_STREAMS:
             return self.on_disk
-        is_move = instruction.label in _MOVES and _block_number(instruction.segment) is not None
+        is_move = instruction.label in MOVES and _block_number(instruction.segment) is not None
         return self.offloaded if is_move else 1.0
 
 
@@ -336,6 +406,19 @@ def _shares(plan: Plan, rank: int) -> _Shares:
     offloaded = sum(residency.offloaded(block, num_blocks) is not None for block in own)
     on_disk = sum(residency.on_disk(block, num_blocks) is not None for block in own)
     return _Shares(offloaded / len(own), on_disk / len(own))
+
+
+def _is_written_out(plan: Plan) -> bool:
+    """Whether it is known of each block whether it stays: stages, and drives, would have patterns of their own."""
+    return plan.residency.num_resident_blocks is not None and plan.num_stages == 1 and not plan.uses_disks
+
+
+def _graph(plan: Plan, two_blocks: _TwoBlocks, shares: _Shares) -> BlockGraph:
+    num_staging_buffers = plan.residency.num_staging_buffers
+    if _is_written_out(plan):
+        return two_blocks.graph(num_staging_buffers, (plan.residency, plan.model.num_blocks))
+    # A buffer comes round after as many blocks that move, among which are those that stay.
+    return two_blocks.graph(ceil(num_staging_buffers / (shares.offloaded or 1)), None)
 
 
 def _at_once(plan: Plan) -> Plan:
@@ -360,16 +443,19 @@ class _Prices:
 
 
 class _TwoBlocks:
-    """What a rank of a plan with few blocks does in a step, on whatever machine (`standing`: the blocks that a segment stands for)."""
+    """What a rank of a plan with few blocks does in a step, on whatever machine (`standing`: the blocks that a segment stands for).
 
-    def __init__(self, program: Program, standing: Mapping[str, range]) -> None:
+    With `is_ahead` perturbations are drawn, or copies written, while others are used.
+    """
+
+    def __init__(self, program: Program, standing: Mapping[str, range], *, is_ahead: bool) -> None:
         self.program = program
-        self.executions = list(_executions(program, standing))
+        self.executions = list(_executions(program, standing, is_ahead=is_ahead))
         self.num_instructions = sum(len(each.instructions) * each.count for each in self.executions)
         losses = [item.work.workspace_bytes for item in program.step if _takes_loss(item)]
         others = [item.work.workspace_bytes for item in program.step if not _takes_loss(item)]
         self._loss_bytes, self._other_bytes = max(losses, default=0), max(others, default=0)
-        self._graphs: dict[int, BlockGraph] = {}
+        self._graphs: dict[Hashable, BlockGraph] = {}
 
     def workspace_bytes(self, loss: Work | None) -> int:
         """Return the largest workspace, of a loss that is taken so where the rank takes one."""
@@ -388,24 +474,77 @@ class _TwoBlocks:
             and _block_number(item.segment) is not None
         )
 
-    def graph(self, num_staging_buffers: int) -> BlockGraph:
-        """Return who waits for whom with so many staging buffers."""
-        if num_staging_buffers not in self._graphs:
-            self._graphs[num_staging_buffers] = BlockGraph(self.executions, num_staging_buffers)
-        return self._graphs[num_staging_buffers]
+    def graph(self, num_staging_buffers: int, pattern: tuple[Residency, int] | None) -> BlockGraph:
+        """Return who waits for whom with so many staging buffers, where a residency lets some of so many blocks stay."""
+        kept = None if pattern is None else pattern[0].num_offloaded(pattern[1])
+        if (key := (num_staging_buffers, kept)) not in self._graphs:
+            offloaded = None if pattern is None else partial(pattern[0].offloaded, num_blocks=pattern[1])
+            self._graphs[key] = BlockGraph(self.executions, num_staging_buffers, offloaded)
+        return self._graphs[key]
 
 
-def _executions(program: Program, standing: Mapping[str, range]) -> Iterator[Execution]:
-    for segment, grouped in groupby(program.step, key=lambda item: item.segment):
+def _executions(program: Program, standing: Mapping[str, range], *, is_ahead: bool) -> Iterator[Execution]:
+    # A generator passes over what others draw on its way to a block: that belongs to the block.
+    served: Iterator[Instruction] = accumulate(
+        program.step, lambda before, item: before if _is_skip(item) else item
+    )
+    by_segment = groupby(zip(served, program.step, strict=True), key=lambda pair: pair[0].segment)
+    listed = [tuple(item for _, item in grouped) for _, grouped in by_segment]
+    behind = _behind(program, listed, standing) if is_ahead else {}
+    for index, own in enumerate(listed):
         # What waits across executions, a stream or a staging buffer, is the graph's to know.
-        instructions = tuple(connected_by_conflicts((), tuple(grouped)))
-        accesses = [(*item.reads, *item.writes) for item in instructions]
-        in_buffer = tuple(
-            number
-            for number, of_item in enumerate(accesses)
-            if any(program.buffer(access.buffer).role in _STAGING_ROLES for access in of_item)
-        )
+        instructions = connected_by_conflicts((), own)
+        in_buffer = tuple(number for number, item in enumerate(instructions) if _is_staged(program, item))
+        segment = own[0].segment
         block = _block_number(segment)
         blocks = standing.get(segment)
         first, count = (block, 1) if blocks is None else (blocks.start, len(blocks))
-        yield Execution(first, count, instructions, in_buffer)
+        before = behind.get(index, {})
+        if count > 1:
+            # What only the first of them waits for is known to be over for all others.
+            before = {
+                number: tuple(edge for edge in edges if edge[0] <= REACH) for number, edges in before.items()
+            }
+        yield Execution(first, count, instructions, in_buffer, before)
+
+
+def _is_skip(item: Instruction) -> bool:
+    return isinstance(item.op, Sample) and item.op.keep == "none"
+
+
+def _is_staged(program: Program, item: Instruction) -> bool:
+    return any(program.buffer(access.buffer).role in _STAGING_ROLES for access in (*item.reads, *item.writes))
+
+
+def _behind(
+    program: Program, listed: Sequence[Sequence[Instruction]], standing: Mapping[str, range]
+) -> dict[int, dict[int, tuple[Edge, ...]]]:
+    """Return what instructions wait for in the executions just before, by execution and number: buffers of what is drawn ahead.
+
+    Between the last blocks of forwards and the first of updates are the head and the embedding.
+    """
+
+    def apart(accesses: Iterable[Access]) -> tuple[Access, ...]:
+        turns = (*_STAGING_ROLES, "disk buffers")
+        return tuple(each for each in accesses if program.buffer(each.buffer).role not in turns)
+
+    many = [index for index, own in enumerate(listed) if own[0].segment in standing]
+
+    def is_near(index: int, there: int) -> bool:
+        """Whether what lies between stays as it is where blocks that stand for many are written out."""
+        # The last two blocks come just before whatever follows them.
+        crossed = [each for each in many if there < each < index]
+        in_run = crossed == [there + 1] and _block_number(listed[there][0].segment) is not None
+        return 0 < index - there <= 2 * REACH and (not crossed or in_run)
+
+    place = {item.id: (index, number) for index, own in enumerate(listed) for number, item in enumerate(own)}
+    moved = {item.id for own in listed for item in own if item.label in MOVES}
+    step = [replace(item, reads=apart(item.reads), writes=apart(item.writes)) for item in program.step]
+    behind: dict[int, dict[int, tuple[Edge, ...]]] = defaultdict(dict)
+    for item in connected_by_conflicts((), step):
+        index, number = place[item.id]
+        edges = [place[edge.instruction] for edge in item.after if edge.instruction not in moved]
+        near = tuple((index - there, source) for there, source in edges if is_near(index, there))
+        if near and item.id not in moved:
+            behind[index][number] = near
+    return behind

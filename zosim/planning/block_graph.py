@@ -23,13 +23,13 @@ takes the first upload and four forwards; with one staging buffer nothing overla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from zosim.program.instructions import Instruction, Stream
-from zosim.program.operations import Collective, Decode, Recv, Send
+from zosim.program.instructions import Dependency, Instruction, Stream
+from zosim.program.operations import Decode, Recv, Send
 from zosim.program.step_graph import Edge
 from zosim.simulators.maxplus import MaxPlus, Node
 
@@ -39,6 +39,10 @@ _NUM_STEPS = 3
 _MOST_STEPS = 12
 # Shifts that differ by less, relative, are rounding.
 _SAME = 1e-12
+MOVES = frozenset({"upload", "offload", "gather", "widen", "narrow", "allocate", "free"})
+"""Labels of what only blocks have that do not stay on the device."""
+REACH = 2
+"""Executions back up to which instructions wait for others than of their streams and staging buffers: what is written ahead takes turns in two buffers."""
 # At a step's first position there is a node for each stream, behind them this one.
 _EXCHANGE = len(Stream)
 
@@ -56,12 +60,15 @@ class Execution:
         Each after others of these alone.
     in_buffer : tuple of int
         Which of them work in a staging buffer.
+    behind : mapping of int to tuple of Edge
+        What some of them wait for in the executions before, up to :data:`REACH` of them, apart from streams and staging buffers.
     """
 
     block: int | None
     count: int
     instructions: tuple[Instruction, ...]
     in_buffer: tuple[int, ...]
+    behind: Mapping[int, tuple[Edge, ...]] = field(default_factory=dict)
 
 
 class BlockGraph:
@@ -75,13 +82,16 @@ class BlockGraph:
     ----------
     executions : sequence of Execution
     num_staging_buffers : int
+    offloaded : callable, optional
+        Returns the number of a block among those that do not stay on the device, None if it stays. Every block then has a table; by
+        default none stays, and those that are alike share one.
 
     Attributes
     ----------
     opening : list of Node
         The streams' nodes at the first position.
     tables : list of list of list of Node
-        Of each execution: the nodes of its first blocks, the last of which are those of all that follow.
+        Of each execution: the nodes of its first blocks, the last of which are those of all that follow, or of every block.
     sends, receipts : list of (int, int)
         Position in the step and number of each message.
     exchange : (int, int) or None
@@ -90,17 +100,23 @@ class BlockGraph:
         Position in the step and number of the last computation.
     """
 
-    def __init__(self, executions: Sequence[Execution], num_staging_buffers: int) -> None:
+    def __init__(
+        self,
+        executions: Sequence[Execution],
+        num_staging_buffers: int,
+        offloaded: Callable[[int], int | None] | None = None,
+    ) -> None:
         self.executions = executions
         self.num_staging_buffers = num_staging_buffers
-        # Losses are exchanged last; what blocks gather on one host is no peer stage's.
-        collectives = (
+        self._offloaded = offloaded
+        # What blocks gather on one host is no exchange of losses.
+        exchanges = (
             (index, number)
             for index, execution in enumerate(executions)
             for number, item in enumerate(execution.instructions)
-            if isinstance(item.op, Collective) and execution.count == 1
+            if item.label == "exchange"
         )
-        self.exchange = max(collectives, default=None)
+        self.exchange = next(exchanges, None)
         self.sends: list[Edge] = []
         self.receipts: list[Edge] = []
         # Messages are decoded in the order in which they come.
@@ -112,8 +128,7 @@ class BlockGraph:
         self.tables: list[list[list[Node]]] = []
         position = 1
         for index, execution in enumerate(executions):
-            nodes = self._inside(index, position)
-            self.tables.append(list(self._tables(execution, nodes, position)))
+            self.tables.append(list(self._tables(index, execution, position)))
             position += execution.count
         # Losses are read when compute has ended: every stream of the next step waits for that.
         self.end = self._last[Stream.COMPUTE]
@@ -124,13 +139,18 @@ class BlockGraph:
         for edges, entered, staging_buffer in self._first_in_buffer:
             edges.extend(_edges(position + entered, self._in_buffer[staging_buffer].values()))
 
-    def _inside(self, index: int, position: int) -> dict[int, list[Edge]]:
-        """Return the nodes of an execution, and what they wait for in it and of messages."""
+    def _inside(self, index: int, position: int, *, stays: bool = False) -> dict[int, list[Edge]]:
+        """Return the nodes of an execution, of a block that stays where it does, and what they wait for in it and of messages."""
         nodes: dict[int, list[Edge]] = {}
         numbers: dict[str, int] = {}
         on_stream: dict[Stream, int] = {}
         for number, item in enumerate(self.executions[index].instructions):
-            edges = [(0, numbers[before.instruction]) for before in item.after]
+            if stays and item.label in MOVES:
+                continue
+            edges = [
+                (0, numbers[before.instruction]) for before in item.after if before.instruction in numbers
+            ]
+            edges += self.executions[index].behind.get(number, ())
             if item.stream in on_stream:
                 edges.append((0, on_stream[item.stream]))
             numbers[item.id] = on_stream[item.stream] = number
@@ -148,40 +168,110 @@ class BlockGraph:
             nodes[number] = edges
         return nodes
 
-    def _tables(self, execution: Execution, nodes: dict[int, list[Edge]], begin: int) -> Iterator[list[Node]]:
+    def _tables(self, index: int, execution: Execution, begin: int) -> Iterator[list[Node]]:
         """Yield the nodes of an execution's first blocks with all edges, the last of which are those of all that follow."""
         items, count = execution.instructions, execution.count
-        # Of two nodes of an instruction the first waits.
-        heads = [~number if ~number in nodes else number for number in range(len(items))]
-        first = {item.stream: head for item, head in reversed([*zip(items, heads, strict=True)])}
-        last = {item.stream: number for number, item in enumerate(items)}
-        in_buffer = {items[number].stream: number for number in execution.in_buffer}
+        is_mixed = execution.block is not None and self._offloaded is not None
+        moving = _Nodes(items, self._inside(index, begin), execution.in_buffer)
+        staying = _Nodes(items, self._inside(index, begin, stays=True), ()) if is_mixed else moving
         # Behind the first in each staging buffer all are alike; the last in each are what others come behind.
-        few = min(self.num_staging_buffers + 1, count)
+        few = count if is_mixed else min(self.num_staging_buffers + 1, count)
         for block in chain(range(few), range(max(few, count - self.num_staging_buffers), count)):
             position = begin + block
-            # Blocks take turns in the staging buffers, as lowering has it.
-            staging_buffer = (
-                None if execution.block is None else (execution.block + block) % self.num_staging_buffers
-            )
+            # Blocks that move take turns in the staging buffers, as lowering has it.
+            number = None if execution.block is None else execution.block + block
+            if is_mixed:
+                assert self._offloaded is not None
+                assert number is not None
+                number = self._offloaded(number)
+            nodes = staying if number is None else moving
+            staging_buffer = None if number is None else number % self.num_staging_buffers
             if block < few:
-                own = dict(nodes)
-                for stream, number in first.items():
-                    own[number] = own[number] + _edges(position, [self._last[stream]])
-                if in_buffer:
+                own = dict(nodes.edges)
+                for stream, first in nodes.first.items():
+                    own[first] = own[first] + _edges(position, [self._last[stream]])
+                if nodes.entry is not None:
                     # A staging buffer is free when all that worked in it for another block has ended.
-                    number = heads[execution.in_buffer[0]]
-                    own[number] = own[number] + _edges(
+                    own[nodes.entry] = own[nodes.entry] + _edges(
                         position, self._in_buffer.get(staging_buffer, {}).values()
                     )
                     if staging_buffer not in self._in_buffer:
-                        self._first_in_buffer.append((own[number], position, staging_buffer))
+                        self._first_in_buffer.append((own[nodes.entry], position, staging_buffer))
                 yield list(own.items())
-            self._last |= {stream: (position, number) for stream, number in last.items()}
-            if in_buffer:
+            self._last |= {stream: (position, last) for stream, last in nodes.last.items()}
+            if nodes.entry is not None:
                 self._in_buffer[staging_buffer] = {
-                    stream: (position, number) for stream, number in in_buffer.items()
+                    stream: (position, last) for stream, last in nodes.in_buffer.items()
                 }
+
+
+class _Nodes:
+    """The nodes of a block, and where its streams and its staging buffer begin and end.
+
+    Parameters
+    ----------
+    items : sequence of Instruction
+    edges : dict of int to list of Edge
+        What each node waits for in the execution.
+    in_buffer : sequence of int
+        Which of them work in a staging buffer.
+    """
+
+    def __init__(
+        self, items: Sequence[Instruction], edges: dict[int, list[Edge]], in_buffer: Sequence[int]
+    ) -> None:
+        self.edges = edges
+        # Of two nodes of an instruction the first waits.
+        heads = {number: ~number if ~number in edges else number for number in edges if number >= 0}
+        self.first = {items[number].stream: heads[number] for number in reversed(heads)}
+        self.last = {items[number].stream: number for number in heads}
+        self.in_buffer = {items[number].stream: number for number in in_buffer}
+        self.entry = heads[in_buffer[0]] if in_buffer else None
+
+
+def written_out(graph: BlockGraph) -> tuple[tuple[Instruction, ...], dict[str, str]]:
+    """Return a step with the instructions of every block, and by their ids those of the instructions that they repeat.
+
+    What they read and write is as of those. The graph has a table for each block.
+    """
+    blocks = [
+        (execution, table)
+        for execution, tables in zip(graph.executions, graph.tables, strict=True)
+        for table in tables
+    ]
+    length = len(blocks) + 1
+    stream_of = [[item.stream for item in execution.instructions] for execution, _ in blocks]
+    end = _id(*graph.end)
+    step: list[Instruction] = []
+    like: dict[str, str] = {}
+    # A stream that has waited for something on another need not wait for what came before that.
+    reached: dict[tuple[Stream, Stream], tuple[int, int]] = {}
+    for position, (execution, table) in enumerate(blocks, 1):
+        for number, edges in table:
+            if number < 0:
+                continue  # the first of two nodes has its edges
+            item = execution.instructions[number]
+            after: list[Dependency] = []
+            for distance, source in dict(table).get(~number, edges):
+                there = position - distance
+                if there == 0:  # the step's beginning
+                    if source < _EXCHANGE and item.stream is not Stream.COMPUTE:
+                        after.append(Dependency(end, 1))
+                    continue
+                stream = stream_of[there - 1 if there > 0 else there + length - 1][source]
+                streams = item.stream, stream
+                if stream is not item.stream and (there, source) > reached.get(streams, (-length, -1)):
+                    reached[streams] = there, source
+                    before = int(there < 0)
+                    after.append(Dependency(_id(there + before * length, source), before))
+            own = _id(position, number)
+            like[own] = item.id
+            step.append(replace(item, id=own, after=tuple(after)))
+    return tuple(step), like
+
+
+def _id(position: int, number: int) -> str:
+    return f"{position}.{number}"
 
 
 def _edges(position: int, edges: Iterable[Edge]) -> list[Edge]:
@@ -249,10 +339,13 @@ class _Run:
         self._begin = 0
         self._repeated = []
         for execution, tables, own in zip(graph.executions, graph.tables, seconds, strict=True):
-            nodes = [number for number, _ in tables[0]]
+            pairs = {number for table in tables for number, _ in table if number < 0}
             # Of two nodes of an instruction the first takes its time.
-            alone = [own[~n] if n < 0 else 0.0 if ~n in nodes else own[n] for n in nodes]
-            self._repeated.append((execution.count, tables, alone))
+            listed = [
+                (table, [own[~n] if n < 0 else 0.0 if ~n in pairs else own[n] for n, _ in table])
+                for table in tables
+            ]
+            self._repeated.append((execution.count, listed))
 
     def until_exchange(self, arrivals: Sequence[float]) -> float:
         """Run a step until losses are exchanged, and return when the stage has come to that."""
@@ -277,18 +370,21 @@ class _Run:
         position, number = self._graph.end
         return run.ends[self._begin + position][number]
 
-    def _execute(self, repeated: Iterable[tuple[int, list[list[Node]], list[float]]]) -> None:
+    def _execute(self, repeated: Iterable[tuple[int, list[tuple[list[Node], list[float]]]]]) -> None:
         """Run executions as often as they stand for, leaving out what only repeats."""
         run, num_staging_buffers = self._run, self._graph.num_staging_buffers
-        for count, tables, seconds in repeated:
+        period = max(REACH, num_staging_buffers)
+        for count, tables in repeated:
             block = 0
             while block < count:
-                run.advance(tables[min(block, num_staging_buffers)], seconds)
+                run.advance(*tables[min(block, len(tables) - 1)])
                 block += 1
-                rounds = (count - block) // num_staging_buffers
-                if rounds and block >= 2 * num_staging_buffers and block % num_staging_buffers == 0:
-                    shifts = run.shifts(num_staging_buffers)
+                if len(tables) > num_staging_buffers + 1:
+                    continue  # each block has its own
+                rounds = (count - block) // period
+                if rounds and block >= 2 * period and block % period == 0:
+                    shifts = run.shifts(period)
                     # All of this round is as much later as the round before: so it goes on.
                     if max(shifts) - min(shifts) <= _SAME * max(shifts):
-                        run.repeat(num_staging_buffers, rounds, max(shifts))
-                        block += rounds * num_staging_buffers
+                        run.repeat(period, rounds, max(shifts))
+                        block += rounds * period

@@ -33,11 +33,13 @@ from zosim.eval_points import BASE
 from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
-from zosim.planning.block_bound import BlockBound, BlockBounder
+from zosim.planning.block_bound import BlockBound, BlockBounder, whole_world
 from zosim.planning.disks import may_keep_blocks, num_kept
-from zosim.planning.footprint import Footprints, HostFootprint
+from zosim.planning.footprint import Footprints, HostFootprint, footprints
+from zosim.planning.predict import PlannedRun
 from zosim.planning.request import Request, profiles_of
 from zosim.plans import Mesh, Placement, Plan
+from zosim.simulators.closed_form import step_time_of
 
 _MOST_NAMED = 3
 """Components that the message about a memory that does not suffice names."""
@@ -63,6 +65,7 @@ class _RankClasses:
     ranks: tuple[int, ...]
     hosts: dict[str, tuple[tuple[int, int], ...]]  # ranks with their classes, for one host of each class
     pipelines: tuple[tuple[int, ...], ...]  # one of each that is made of other classes
+    class_of: tuple[int, ...]  # of each rank
 
 
 class Bounds:
@@ -110,6 +113,18 @@ class Bounds:
             sum(lack.size_bytes for lack in lacks),
             any(lack.where == "host" for lack in lacks),
         )
+
+    def step_time_s(self, planned: PlannedRun, bound: Bound) -> float | None:
+        """Return the seconds per step of a plan where they are known without its programs (:func:`whole_world`); else None."""
+        plan, topology = planned.plan, self._request.hardware.topology
+        hosts: dict[str, list[int]] = defaultdict(list)
+        for rank, device in enumerate(plan.placement.devices):
+            hosts[topology.host_of(device).id].append(rank)
+        of_ranks = [bound.footprints.ranks[number] for number in self._classes(plan).class_of]
+        # What lies on a host decides which of its memories copies reach.
+        planned.__dict__["footprints"] = footprints(of_ranks, hosts)
+        world = whole_world(plan, self._bounder, planned.machines)
+        return None if world is None else step_time_of(world)
 
     def least_s(self, plan: Plan, forwards_s: float) -> float:
         """Return the seconds of a step, at least, by what is known before anything of the plan is written.
@@ -218,6 +233,7 @@ class Bounds:
             tuple(ranks),
             {host: tuple(on_host[host]) for host in alike.values()},
             tuple(reversed(unlike.values())),
+            tuple(class_of[rank] for rank in range(plan.placement.world_size)),
         )
 
     def _shared_s(self, plan: Plan, classes: _RankClasses, block_bounds: Sequence[BlockBound]) -> float:

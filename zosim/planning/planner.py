@@ -1,7 +1,7 @@
 """Which placement to use: every plan that computes the same thing, the ones that fit, the fastest of them.
 
 A shape of the space has a lower bound, of its forwards alone. A plan has one of its whole step, and its exact memory. The
-search looks at the least bound first, and lowers and simulates the plans that could be the answer. It ends when no bound
+search looks at the least bound first, and simulates the plans that could be the answer. It ends when no bound
 is left that could change it. The answer says what was chosen and why, and how far it can be from the best. It also names what
 came second, and what does not fit, with the memory that it lacks.
 """
@@ -45,7 +45,6 @@ __all__ = ["Candidate", "Compared", "Decision", "Guarantee", "Request", "candida
 
 # Step times that agree in so many digits are equal: sums in another order must not decide.
 _SIGNIFICANT_DIGITS = 6
-_EQUAL = 10.0**-_SIGNIFICANT_DIGITS
 # A second that takes longer than this is not simulated: its bound says enough.
 _WORTH_A_LOOK = 1.1
 # Simulations to find the best, where bounds leave much open, and the second.
@@ -339,25 +338,19 @@ class _Node:
 
 
 class _Restrictions:
-    """The plans of a shape, by number, and those that each one relaxes.
+    """The plans of a shape, by number, and those that each one relaxes."""
 
-    Attributes
-    ----------
-    least_s : float
-        Of the shape.
-    """
-
-    def __init__(self, plans: list[Plan], relaxed: list[int | None], least_s: float) -> None:
+    def __init__(self, plans: list[Plan], relaxed: list[int | None], shape: PlanShape) -> None:
         self.plans = plans
-        self.least_s = least_s
+        self._shape = shape
         self.of: dict[int | None, list[int]] = {}
         for number, before in enumerate(relaxed):
             self.of.setdefault(before, []).append(number)
 
-    def num_under(self, number: int | None) -> int:
-        """Return how many plans are restrictions of one, directly or not."""
-        direct = self.of.get(number, [])
-        return len(direct) + sum(map(self.num_under, direct))
+    def least_s(self, plan: Plan) -> float:
+        """Return the seconds that forwards of a plan take at least."""
+        is_blockwise = not (plan.is_full_pass or plan.perturbs_by_adapters)
+        return max(self._shape.least_s, self._shape.blockwise_s if is_blockwise else 0.0)
 
 
 class _Search:
@@ -374,6 +367,7 @@ class _Search:
         self._heap: list[_Node] = []
         self._order = count()
         self._num_plans = 0
+        self._leanest: Candidate | None = None
         try:
             for shape in shapes(request, costs):
                 self._push(shape.least_s, shape=shape)
@@ -395,7 +389,9 @@ class _Search:
             if self._heap[0].candidate is not None and len(self.simulated) >= num_simulated:
                 break
             node = heappop(self._heap)
-            if node.candidate is not None:
+            if node.candidate is not None and not self.simulated:
+                self._simulate_plainest(node.candidate)
+            elif node.candidate is not None:
                 self._simulate(node.candidate)
             elif node.shape is not None:
                 self._open(node.shape)
@@ -442,8 +438,8 @@ class _Search:
         )
 
     def _enough_s(self) -> float:
-        """Return the bound from which on nothing can be the answer."""
-        return min((candidate.seconds for candidate in self.simulated), default=inf) * (1 - _EQUAL)
+        """Return the bound from which on nothing can be faster than the answer by more than what is called as fast."""
+        return min((candidate.seconds for candidate in self.simulated), default=inf) * (1 - ALIKE)
 
     def _push(self, bound_s: float, **what: object) -> None:
         # Of equal bounds candidates come first: what they relax is then known to be no better.
@@ -456,13 +452,13 @@ class _Search:
         plans = self._variants.plans(shape)
         if plans:
             relaxed = [variant.relaxed for variant in self._variants.of(shape)]
-            restrictions = _Restrictions(plans, relaxed, shape.least_s)
+            restrictions = _Restrictions(plans, relaxed, shape)
             self._push_restrictions(restrictions, None, shape.least_s)
 
     def _push_restrictions(self, restrictions: _Restrictions, number: int | None, bound_s: float) -> None:
         for restriction in restrictions.of.get(number, ()):
             plan = restrictions.plans[restriction]
-            least_s = max(bound_s, self._bounds.least_s(plan, restrictions.least_s))
+            least_s = max(bound_s, self._bounds.least_s(plan, restrictions.least_s(plan)))
             self._push(least_s, plan=plan, restrictions=restrictions, number=restriction)
 
     def _bound(self, node: _Node) -> None:
@@ -483,7 +479,7 @@ class _Search:
         for candidate in made:
             # As many blocks on the device as it has space for, beside few staging buffers.
             for mixed in mixtures(self._request, candidate.plan, self._bounds.left_bytes):
-                self._push(self._bounds.least_s(mixed, node.restrictions.least_s), plan=mixed)
+                self._push(self._bounds.least_s(mixed, node.restrictions.least_s(mixed)), plan=mixed)
         if whole.missing:
             # What waits for more is never faster: it is looked at only where that saves memory which lacks.
             least_s = max(node.bound_s, whole.seconds - max(0.0, saved_s))
@@ -532,8 +528,24 @@ class _Search:
         return Candidate(planned, bound, bound.seconds)
 
     def _simulate(self, candidate: Candidate) -> None:
-        seconds = candidate.planned.step_time_s
-        self.simulated.append(replace(candidate, seconds=seconds, is_simulated=True))
+        self.simulated.append(replace(candidate, seconds=self._step_time_s(candidate), is_simulated=True))
+
+    def _simulate_plainest(self, candidate: Candidate) -> None:
+        """Simulate first, of what is as fast as a candidate by its bound, what would be chosen if all of it were."""
+        limit_s = candidate.seconds * (1 + ALIKE)
+        as_fast = (each for each in (candidate, *self.waiting) if each.seconds <= limit_s)
+        plainest = min(as_fast, key=lambda each: each.sort_key[1:])
+        self._leanest = next(iter(self._leaner(plainest, limit_s)), plainest)
+        self._simulate(self._leanest)
+        if self._leanest is not candidate:
+            self._push(candidate.seconds, candidate=candidate)
+
+    def _step_time_s(self, candidate: Candidate) -> float:
+        """Return the step time, by the graph of blocks where that is exact, else by a simulation of all of them."""
+        seconds = self._bounds.step_time_s(candidate.planned, candidate.bound)
+        if seconds is not None:
+            candidate.planned.__dict__["step_time_s"] = seconds
+        return candidate.planned.step_time_s
 
     def _take(self, wanted: Iterable[Candidate]) -> None:
         """Simulate waiting candidates."""
@@ -560,38 +572,46 @@ class _Search:
         ]
         self._take(sorted(rivals, key=lambda candidate: candidate.sort_key[1:])[:1])
 
+    def _leaner(self, candidate: Candidate, limit_s: float) -> list[Candidate]:
+        """Return a few candidates with fewer blocks on the device, from the fewest on that bounds let be as fast."""
+        most = num_kept(self._request, candidate.plan)
+        known = {most: candidate}
+
+        def keeping_few(num_blocks: int) -> Candidate:
+            if num_blocks not in known:
+                known[num_blocks] = self._candidate(keeping(candidate.plan, num_blocks))
+            return known[num_blocks]
+
+        # Each block more that stays is copies less. No bound is above its simulation.
+        counts = range(1, max(1, most))
+        least = 1 + bisect_left(counts, True, key=lambda count: keeping_few(count).seconds <= limit_s)
+        tried = range(least, most, max(1, (most - least) // 4))
+        return [each for count in tried if not (each := keeping_few(count)).missing]
+
     def _simulate_leaner(self) -> None:
         """Simulate what is as fast as the best with fewer blocks on the device, to a quarter of those that bounds leave open."""
         best, _ = self.ranked()
-        most = num_kept(self._request, best.plan)
         limit_s = best.seconds * (1 + ALIKE)
+        if self._leanest is None or best.plan == self._leanest.plan:
+            return
+        fewer = self._leaner(best, limit_s)
         known: dict[int, Candidate] = {}
 
-        def candidate_of(num_blocks: int) -> Candidate:
-            if num_blocks not in known:
-                known[num_blocks] = self._candidate(keeping(best.plan, num_blocks))
-            return known[num_blocks]
+        def is_as_fast(number: int) -> bool:
+            candidate = fewer[number]
+            known[number] = replace(candidate, seconds=self._step_time_s(candidate), is_simulated=True)
+            return known[number].seconds <= limit_s
 
-        def is_as_fast(num_blocks: int) -> bool:
-            seconds = candidate_of(num_blocks).planned.step_time_s
-            known[num_blocks] = replace(known[num_blocks], seconds=seconds, is_simulated=True)
-            return seconds <= limit_s
-
-        # Each block more that stays is copies less. No bound is above its simulation.
-        least = 1 + bisect_left(
-            range(1, max(1, most)), True, key=lambda count: candidate_of(count).seconds <= limit_s
-        )
-        tried = range(least, most, max(1, (most - least) // 4))
-        index = bisect_left(tried, True, key=is_as_fast)
-        if index < len(tried) and not known[tried[index]].missing:
-            self.simulated.append(known[tried[index]])
+        index = bisect_left(range(len(fewer)), True, key=is_as_fast)
+        if index < len(fewer):
+            self.simulated.append(known[index])
 
     def _simulate_second(self) -> None:
         """Simulate what is perhaps the second, as long as it is worth a look."""
         for _ in range(_MOST_FOR_SECOND):
             first_s, *rest = sorted(candidate.seconds for candidate in self.simulated)
             second = min(self.waiting, key=_IN_ORDER, default=None)
-            if second is None or second.seconds >= min(rest[0] if rest else inf, first_s * _WORTH_A_LOOK):
+            if second is None or second.seconds >= min((*rest[:1], first_s * _WORTH_A_LOOK)) * (1 - ALIKE):
                 return
             self._take([second])
 

@@ -28,8 +28,9 @@ from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
 from zosim.report import Report, Table, frame
 from zosim.simulators import Simulator
+from zosim.simulators.closed_form import step_time_of
 from zosim.simulators.fold import fold
-from zosim.simulators.lockstep import periodic_step_s, simulate_many
+from zosim.simulators.lockstep import simulate_many
 from zosim.simulators.world import World
 from zosim.timeline import Timeline
 
@@ -292,9 +293,7 @@ class PlannedRun:
 
     def _periodic_step_s(self, world: World) -> float:
         # The reference simulator gets every rank: folding is what it is to be held against.
-        return (
-            self._by_simpy(world).step_time_s if self.simulator == "simpy" else periodic_step_s(fold(world))
-        )
+        return self._by_simpy(world).step_time_s if self.simulator == "simpy" else step_time_of(fold(world))
 
     def _by_simpy(self, world: World, num_steps: int | None = None) -> Timeline:
         from zosim.simulators.simulate import simulate_world

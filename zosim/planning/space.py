@@ -45,6 +45,7 @@ class PlanShape:
     model: ModelSpec
     split: Split
     least_s: float = 0.0  # what forwards and messages alone take in a step, of any plan of the shape
+    blockwise_s: float = 0.0  # of those that have each block at all evaluation points before the next one
 
 
 def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[PlanShape]:
@@ -74,7 +75,8 @@ def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ra
         splits.setdefault(ranking.split(split_points), split_points)
     for split, split_points in splits.items():
         model = request.split_options.split(request.config.spec, split_points)
-        yield PlanShape(mesh, placement, model, split, ranking.least_s(split_points))
+        least_s, blockwise_s = ranking.least_s(split_points), ranking.blockwise_s(split_points)
+        yield PlanShape(mesh, placement, model, split, least_s, max(least_s, blockwise_s))
 
 
 def _forwards_s(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> float:

@@ -370,6 +370,23 @@ class Ranking:
         sent_s = sum(sum(self._boundary_seconds(name)) for name in split_points)
         return sum(forwards) + sent_s + (num_eval_points - 1) * max(forwards)
 
+    def blockwise_s(self, split_points: Sequence[str]) -> float:
+        """Return the seconds that forwards alone take where each block is at all points before the next one.
+
+        The last block of a stage, which sends, comes behind all the others.
+        """
+        whole, num_eval_points = self._costs.whole, self._pipeline.num_eval_points
+        ends = [0, *(self._costs.ends[name] for name in split_points)]
+        last = 2 if whole.split_blocks else 1
+        stages = [
+            *((begin, max(begin, end - last)) for begin, end in itertools.pairwise(ends)),
+            (ends[-1], len(whole.segments)),
+        ]
+        return num_eval_points * sum(
+            float(self._costs.seconds(self._pipeline, stage).forward[begin:end].sum())
+            for stage, (begin, end) in enumerate(stages)
+        )
+
     def weight_bytes(self, split_points: Sequence[str]) -> list[float]:
         """Return the weights of every stage."""
         table = self._table(split_points)

@@ -256,6 +256,11 @@ class Plan(Axis, Document):
         return self.weights.perturbation == "adapters"
 
     @property
+    def is_full_pass(self) -> bool:
+        """Whether all parameters are at one evaluation point together, rather than those of a block."""
+        return self.schedule.traversal == "full"
+
+    @property
     def copies_overlap(self) -> bool:
         """Whether blocks are copied while others are computed with."""
         return self.residency.overlap

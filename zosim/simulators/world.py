@@ -262,6 +262,52 @@ class World:
         return replace(self, capacities=limits)
 
 
+def at_own_speeds(world: World) -> World | None:
+    """Return a world whose activities take as long as resources let each take alone; None where two may slow each other down.
+
+    Where streams together never ask more of a resource than it has, none gets less of it than alone.
+    """
+    requested: dict[str, float] = defaultdict(float)
+    users: dict[str, int] = defaultdict(int)
+    templates = []
+    for rank in range(world.size):
+        template, own = world.template(rank), world.activities(rank)
+        alone: dict[int, Activity] = {}
+        by_stream: dict[tuple[str, str], float] = defaultdict(float)
+        for activity, stream in {
+            (id(own[key]), item.stream): (own[key], item.stream)
+            for phase, item in template.program.instructions()
+            for key in [(phase, item.id)]
+        }.values():
+            rates: dict[str, float] = defaultdict(float)
+            for name, use in activity.uses:
+                if name in world.capacities:
+                    rates[name] += use * activity.bound
+            speed = min((1.0, *(world.capacities[name] / rate for name, rate in rates.items())))
+            alone[id(activity)] = replace(activity, seconds=activity.seconds / speed, uses=())
+            for name, rate in rates.items():
+                by_stream[name, stream] = max(by_stream[name, stream], rate * speed)
+        for (name, _), rate in by_stream.items():
+            requested[name] += rate
+            users[name] += 1
+        activities = {key: alone[id(activity)] for key, activity in own.items()}
+        templates.append(Template(template.program, activities, (), template.step_s))
+    is_shared = any(
+        requested[name] > capacity * _ENOUGH or (name in world.fifo and users[name] > 1)
+        for name, capacity in world.capacities.items()
+    )
+    if is_shared:
+        return None
+    return replace(
+        world,
+        templates=tuple(templates),
+        template_of=tuple(range(world.size)),
+        resources=((),) * world.size,
+        capacities={},
+        fifo=frozenset(),
+    )
+
+
 def _template(program: Program, machine: Machine, bound: Bound) -> Template:
     known: dict[object, Activity] = {}
     activities = {}

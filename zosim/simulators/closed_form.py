@@ -17,10 +17,12 @@ from costmodel.rates.profile import Bound
 from zosim.hardware.machine import Machine
 from zosim.program import Program
 from zosim.program.instructions import Phase
+from zosim.simulators.assembly import without_garbage_collection
+from zosim.simulators.lockstep import periodic_step_s
 from zosim.simulators.maxplus import MaxPlus
 from zosim.simulators.periodic import PeriodDetector
 from zosim.simulators.run_graph import Member, RunGraph
-from zosim.simulators.world import World
+from zosim.simulators.world import World, at_own_speeds
 
 # Steps after which the period of a recurrence that has not become periodic is taken from its second half.
 MAX_STEPS = 64
@@ -56,19 +58,44 @@ def step_time_bound_of(world: World) -> float:
 
     Raises ProgramError as for :func:`step_time_bound`.
     """
+    period_s, ends = _run(world)
+    return second_half_s(ends[-1], ends[MAX_STEPS // 2 - 1]) if period_s is None else period_s
+
+
+@without_garbage_collection()
+def step_time_of(world: World) -> float:
+    """Return the seconds per step in the steady state: by the closed form where it is exact, else by events.
+
+    Parameters
+    ----------
+    world : World
+        Best a folded one (:func:`~zosim.simulators.fold.fold`).
+
+    Raises
+    ------
+    ProgramError
+        As for :func:`step_time_bound`.
+    """
+    alone = at_own_speeds(world)
+    period_s = None if alone is None else _run(alone)[0]
+    return periodic_step_s(world) if period_s is None else period_s
+
+
+def _run(world: World) -> tuple[float | None, list[float]]:
+    """Return the seconds per step, None where steps never repeat, and when each of the steps ended."""
+    ends: list[float] = []
     if not any(template.program.step for template in world.templates):
-        return 0.0
+        return 0.0, ends
     recurrence = Recurrence(world, MAX_STEPS)
     detector = PeriodDetector(depth=recurrence.graph.max_distance)
-    ends = []
     recurrence.advance()
     for _ in range(MAX_STEPS):
         times = np.array(list(recurrence.advance().values())).ravel()
         cycle = detector.completed(times)
         if cycle is not None:
-            return cycle.period_s / cycle.num_steps
+            return cycle.period_s / cycle.num_steps, ends
         ends.append(float(times.max()))
-    return second_half_s(ends[-1], ends[MAX_STEPS // 2 - 1])
+    return None, ends
 
 
 def second_half_s(last_s: float, middle_s: float) -> float:
