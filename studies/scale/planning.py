@@ -1,9 +1,9 @@
-"""Time the planner on three searches, and print what it chose.
+"""Time the planner on four searches, and print what it chose.
 
-``python -m studies.scale.planning`` searches plans for OPT-13B and OPT-175B on a DGX-1V and for OPT-13B on 128 of them,
-1024 GPUs, with as many sequences a step as GPUs and every method open, stages included. Times are seconds of a core, the
-median and the least of a few rounds in turns. The digest is of all that was decided: what was chosen, its
-seconds to nine digits, and every other candidate with its own; equal digests are equal decisions.
+``python -m studies.scale.planning`` searches plans for OPT-13B on a DGX-1V and on 128 of them, 1024 GPUs, for OPT-175B on four DGX A100,
+and for OPT-13B on two hosts, one with two RTX 4090 and one with two A100; with as many sequences a step as GPUs and every method open, stages
+included. Times are seconds of a core, the median and the least of a few rounds in turns. The digest is of all that was decided: what was
+chosen, its seconds to nine digits, and every other candidate with its own; equal digests are equal decisions.
 """
 
 from __future__ import annotations
@@ -12,19 +12,44 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from costmodel.models.configs import read_model_spec
 from executors.turns import Way, in_turns
 from topology.clusters import cluster
-from topology.documents import load_preset
+from topology.documents import catalogue, load_preset
+from topology.graph import Topology
+from topology.schema import Link, Node
 from zosim.config import PlanConfig
 from zosim.planning.planner import Candidate, Decision, choose
 from zosim.planning.request import Hardware, Request
 from zosim.plans import Weights
 
-_PRESET = "dgx-1v"
-_SEARCHES = {"13b-8": ("opt-13b", 1), "175b-8": ("opt-175b", 1), "13b-1024": ("opt-13b", 128)}
+
+def _two_kinds() -> Topology:
+    """Return two hosts on a network: one with two RTX 4090, one with two A100."""
+    host, types = load_preset("rtx4090-2x"), catalogue().link_types
+    nodes = (*host.nodes, Node(id="nic", type="nic", host="host0"), Node(id="network", type="network"))
+    links = (
+        *host.links,
+        Link(source="numa0", target="nic", type=types["fabric"]),
+        Link(source="nic", target="network", type=types["infiniband-hdr"]),
+    )
+    both = cluster(host.model_copy(update={"nodes": nodes, "links": links}), 2)
+    other = {"spec": catalogue().devices["a100-80gb-pcie"]}
+    changed = tuple(
+        node.model_copy(update=other) if node.type == "gpu" and node.id.startswith("host1/") else node
+        for node in both.nodes
+    )
+    return Topology(name="two-kinds", nodes=changed, links=both.links)
+
+
+_SEARCHES: dict[str, tuple[str, Callable[[], Topology]]] = {
+    "13b-8": ("opt-13b", lambda: load_preset("dgx-1v")),
+    "175b-4x8": ("opt-175b", lambda: cluster(load_preset("dgx-a100"), 4)),
+    "13b-1024": ("opt-13b", lambda: cluster(load_preset("dgx-1v"), 128)),
+    "two-kinds": ("opt-13b", _two_kinds),
+}
 
 
 def main() -> int:
@@ -54,10 +79,8 @@ def main() -> int:
 
 def request_named(name: str) -> Request:
     """Return one of the searches, nothing about its topology known yet."""
-    model, num_hosts = _SEARCHES[name]
-    topology = load_preset(_PRESET)
-    if num_hosts > 1:
-        topology = cluster(topology, num_hosts)
+    model, topology_of = _SEARCHES[name]
+    topology = topology_of()
     config = PlanConfig(
         model=read_model_spec(model), batch=len(topology.compute_devices), weights=Weights(dtype="float16")
     )
