@@ -86,22 +86,12 @@ def probe_boundaries(
 ) -> ProbeReport:
     """Return what crosses every boundary, through every codec.
 
-    Parameters
-    ----------
-    specs : sequence of CodecSpec
-        With bits.
-    epsilon : float
-        Smoothing radius of the differences that are measured.
-    seed : int
-        Of the perturbation and of stochastic rounding.
+    - `specs`: with bits.
+    - `epsilon`: smoothing radius of the differences that are measured.
+    - `seed`: of the perturbation and of stochastic rounding.
 
-    Raises
-    ------
-    PlanError
-        If a codec has no bits, or ε is not positive.
+    Raises PlanError if a codec has no bits, or ε is not positive.
 
-    Notes
-    -----
     Parameters are perturbed in place for two forwards of the first batch, and restored from a copy.
     """
     if not epsilon > 0:

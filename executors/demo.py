@@ -106,13 +106,7 @@ class DemoResult:
 
 
 class Stages:
-    """The demo's stages, each with a heading on standard error.
-
-    Parameters
-    ----------
-    recipe : Recipe, optional
-        Of the model; the default one if not given.
-    """
+    """The demo's stages, each with a heading on standard error (`recipe`: of the model; the default one if not given)."""
 
     def __init__(
         self,

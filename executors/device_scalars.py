@@ -16,10 +16,7 @@ class DeviceScalar:
 
     Its products and quotients with numbers of the host are others, rounded in float64 as the host's are.
 
-    Parameters
-    ----------
-    index : int
-        Which of its numbers.
+    `index`: which of its numbers.
     """
 
     __slots__ = ("_index", "_reading", "_steps")
@@ -61,10 +58,7 @@ class DeviceScalar:
 class ScalarReading:
     """Numbers of a device that are copied to the host while the device goes on.
 
-    Parameters
-    ----------
-    numbers : torch.Tensor
-        One-dimensional. Its copy is issued to the current stream.
+    `numbers`: one-dimensional. Its copy is issued to the current stream.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -54,8 +54,6 @@ class Reference:
 def full_speed_s(seconds: Sequence[float]) -> float:
     """Return what the reference takes at full speed, where it took these `seconds` at various times.
 
-    Notes
-    -----
     The median of all that nobody disturbed: rates are medians over the samples beside these, which are some per cent slower than
     the fastest. Held against the fastest, predictions for the pace of the calibration would count those per cent twice.
     """
@@ -78,13 +76,7 @@ def intervals_of(seconds: Sequence[float], fast_s: float, num_each: int) -> list
 
 
 def reference_now_s(budget_s: float) -> float:
-    """Return what the reference takes now: the median over windows of time of its means.
-
-    Parameters
-    ----------
-    budget_s : float
-        How long to measure.
-    """
+    """Return what the reference takes now: the median over windows of time of its means (`budget_s`: how long to measure)."""
     reference, intervals = Reference(), []
     for _ in range(max(1, round(budget_s / INTERVAL_S))):
         until, references = time.perf_counter() + min(budget_s, INTERVAL_S), []

@@ -54,8 +54,6 @@ def _refuse_what_cannot_start(num_threads: int) -> None:
 def end_waiting_threads() -> None:
     """Let the threads that wait for the caller's next parallel operation end; it starts them anew.
 
-    Notes
-    -----
     OpenMP 5.0's ``omp_pause_resource_all``. Where torch brings another runtime than libgomp, or lives on another
     system than Linux, nothing happens.
     """
@@ -78,13 +76,8 @@ Task = Callable[[], object]
 class SamplingThreads:
     """The caller and a few threads beside it.
 
-    Parameters
-    ----------
-    num_threads : int
-        Tasks that run at once.
+    `num_threads`: tasks that run at once.
 
-    Notes
-    -----
     A task must keep its torch operations below 32768 elements, or to operations that torch never shares among
     threads (random numbers on a CPU): torch would start as many threads again for each of the others.
     """

@@ -53,22 +53,13 @@ def in_turns(
 ) -> dict[str, TurnTimes]:
     """Return what each way took in each round.
 
-    Parameters
-    ----------
-    num_rounds : int
-        That are timed, at least 1.
-    num_untimed : int
-        Calls of a way in its turn before the one that is timed: what its memory and caches became while others ran is then no
-        part of it.
-    num_warm_rounds : int
-        Rounds before those that count.
-    clock : callable
-        ``time.process_time`` counts seconds of cores, which a busy machine changes less.
-    finish : callable
-        Waits for what a way only began, such as kernels of a GPU.
+    - `num_rounds`: that are timed, at least 1.
+    - `num_untimed`: calls of a way in its turn before the one that is timed: what its memory and caches became while others ran
+      is then no part of it.
+    - `num_warm_rounds`: rounds before those that count.
+    - `clock`: ``time.process_time`` counts seconds of cores, which a busy machine changes less.
+    - `finish`: waits for what a way only began, such as kernels of a GPU.
 
-    Examples
-    --------
     >>> calls = []
     >>> times = in_turns({"a": lambda n: calls.append(f"a{n}"), "b": lambda n: calls.append(f"b{n}")}, 1)
     >>> calls, len(times["a"].seconds)

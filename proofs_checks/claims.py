@@ -121,8 +121,6 @@ Checks = dict[str, Check | tuple[Check, ...]]
 class Claim:
     """A statement, judged by what is run: what its page says of it (:mod:`proofs_checks.pages`), and its checks.
 
-    Notes
-    -----
     The verdict is computed:
 
     ==================  ===============================================================

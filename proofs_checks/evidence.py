@@ -36,17 +36,11 @@ def fresh_seed() -> int:
 def bet(p_value: float) -> float:
     """Return what a stake of 1 becomes, by a comparison's probability.
 
-    Notes
-    -----
     ``∫₀¹ κp^{κ-1} dκ = (1 - p + p·ln p)/(p·ln²p)``: its mean over uniform ``p`` is 1, and smaller where ``p`` is larger than uniform.
 
-    References
-    ----------
     .. [1] V. Vovk, R. Wang, "E-values: Calibration, Combination and Applications", Annals of Statistics 49(3),
        2021, arXiv:1912.06116.
 
-    Examples
-    --------
     >>> round(bet(1.0), 6), round(bet(0.1), 3), round(bet(1e-6))
     (0.5, 1.263, 5239)
     """
@@ -61,8 +55,6 @@ def bet(p_value: float) -> float:
 class Wealth:
     """What has become of a stake of 1 that was bet against a claim, a part of it from each run on.
 
-    Notes
-    -----
     From run ``t`` on ``1/(t(t + 1))`` of the stake is bet, all of it in every run; ``1/(t + 1)`` is left after it. If the claim is
     right the total has a mean of at most 1, whatever runs came before, so that by Ville's inequality it *ever* reaches ``W``, in any
     number of runs, with a probability of at most ``1/W``. That parts begin late keeps a fault of tomorrow from having to make up for

@@ -28,12 +28,8 @@ ROUNDING = 1e-9
 def normal_nodes(dimension: int, order: int) -> tuple[Array, Array]:
     """Return nodes of shape (order^d, d) and weights that integrate polynomials against N(0, I).
 
-    Notes
-    -----
     Exact for degrees up to ``2·order - 1`` in each coordinate.
 
-    Examples
-    --------
     >>> nodes, weights = normal_nodes(2, 4)
     >>> bool(abs(weights @ (nodes[:, 0] ** 4 * nodes[:, 1] ** 2) - 3) < 1e-12)
     True
@@ -55,10 +51,7 @@ def sign_nodes(dimension: int) -> tuple[Array, Array]:
 def shipped_estimate(loss: Loss, theta: Tensor, z: Tensor, epsilon: float, *, central: bool) -> Tensor:
     """Return ``g·z`` as the shipped perturbations, projected gradient and update make it, along a given `z`.
 
-    Parameters
-    ----------
-    theta, z : torch.Tensor
-        Shape (d,), of one format.
+    `theta`, `z`: shape (d,), of one format.
     """
     param_pass, weights = ParamPass(), theta.clone()
     base = loss(weights)
@@ -125,8 +118,6 @@ def equal(measured: Sequence[float] | Tensor | float, theory: Sequence[float] | 
 def at_most(measured: float, bound: float, *, what: str, slack: float = ROUNDING) -> Outcome:
     """Return a quantity over the bound that a theory gives it, which must not exceed 1.
 
-    Notes
-    -----
     Some case of every inequality, of which `what` is the name, must come within a factor of its bound:
     :data:`~proofs_checks.claims.MOST_SLACK`. For errors that should be 0 there is :func:`within`.
     """

@@ -119,8 +119,6 @@ class FaultRow:
 def matrix(claims: tuple[Claim, ...], context: Context) -> Iterator[FaultRow]:
     """Yield a row for each fault of `claims`, each once, tried on all of them in small samples.
 
-    Notes
-    -----
     A claim that neither calls the changed function, nor one that names the changed constant, cannot notice: which functions
     claims call is recorded while they run without a fault, and the others are not run.
     """

@@ -108,8 +108,6 @@ class Fault:
 def planted(target: str, name: str) -> Callable[[Callable[..., Any]], Fault]:
     """Return a decorator that makes a :class:`Fault` of what runs in place of `target`.
 
-    Examples
-    --------
     >>> @planted("executors.randomness.rng:seed_of", "seeds that are one too large")
     ... def larger_seeds(shipped, *args):
     ...     return shipped(*args) + 1
@@ -130,8 +128,6 @@ def altered(whole: Any, **attributes: Any) -> Any:
 def called_with(target: str, name: str, /, **arguments: Any) -> Fault:
     """Return a fault by which a function is called with other arguments: each a value, or a function of the shipped call's.
 
-    Examples
-    --------
     >>> called_with("executors.runs.records:seed_of", "steps counted from 1", step=lambda step: step + 1).name
     'steps counted from 1'
     """
@@ -161,8 +157,6 @@ def returning(target: str, name: str, result_of: Callable[[Any], Any]) -> Fault:
 def scaled(target: str, factor: Any, name: str, *, entry: str | None = None) -> Fault:
     """Return a fault by which what a function returns, or one entry of it, is so many times as large.
 
-    Examples
-    --------
     >>> scaled("proofs_checks.oracles.statements:exchange_share", 1.03, "three percent").description
     'proofs_checks.oracles.statements:exchange_share: three percent'
     """

@@ -36,8 +36,6 @@ NUM_BATCHES = 256
 def threshold(num_batches: int = NUM_BATCHES) -> float:
     """Return the standard errors that a mean of so many batches may be off, two-sided.
 
-    Examples
-    --------
     >>> round(threshold(256), 2), round(threshold(32), 2)
     (6.87, 9.81)
     """
@@ -49,10 +47,7 @@ def batch_means(samples: Tensor) -> Tensor:
 
     Rows that do not fill a batch are added to none; with fewer rows than batches each row is one.
 
-    Parameters
-    ----------
-    samples : torch.Tensor
-        Shape (n, k).
+    `samples`: shape (n, k).
 
     Returns
     -------
@@ -69,17 +64,10 @@ def estimates_of(
 ) -> list[Estimate]:
     """Return every column's mean beside its theory.
 
-    Parameters
-    ----------
-    samples : torch.Tensor
-        Shape (n, k): rows are independent.
-    expected : torch.Tensor
-        Shape (k,).
-    scale : torch.Tensor or float, optional
-        What errors are relative to; by default the theory's magnitude, and 1 where that is 0.
+    - `samples`: shape (n, k): rows are independent.
+    - `expected`: shape (k,).
+    - `scale`: what errors are relative to; by default the theory's magnitude, and 1 where that is 0.
 
-    Notes
-    -----
     Batch means with their own standard error and Student's quantile. A column that never varies has no standard error:
     it is right where it equals its theory to float64's rounding.
     """
@@ -121,21 +109,12 @@ def compare_means(
 ) -> Outcome:
     """Return the outcome of comparing every column's mean, and the mean along `expected`, with theory.
 
-    Parameters
-    ----------
-    name : str
-        For the details.
-    samples : torch.Tensor
-        Shape (n, k): rows are independent.
-    expected : torch.Tensor
-        Shape (k,).
-    scale : torch.Tensor or float, optional
-        What errors are relative to; by default the theory's magnitude, and 1 where that is 0.
-    along : bool
-        Whether the mean along `expected` is compared, too: not where columns are unlike quantities.
+    - `name`: for the details.
+    - `samples`: shape (n, k): rows are independent.
+    - `expected`: shape (k,).
+    - `scale`: what errors are relative to; by default the theory's magnitude, and 1 where that is 0.
+    - `along`: whether the mean along `expected` is compared, too: not where columns are unlike quantities.
 
-    Notes
-    -----
     The perturbation of the expectation is a comparison of its own: an error of the whole estimate's size shows there
     long before it shows in a single component.
     """
@@ -178,8 +157,6 @@ def _percent(part: float) -> str:
 def fitted_slope(x: list[float], y: list[float]) -> float:
     """Return the exponent ``p`` of ``y ~ x^p``, by least squares of logarithms.
 
-    Examples
-    --------
     >>> round(fitted_slope([1.0, 2.0, 4.0], [3.0, 12.0, 48.0]), 6)
     2.0
     """
@@ -190,15 +167,9 @@ def fitted_slope(x: list[float], y: list[float]) -> float:
 def compare_two_points(name: str, samples: Tensor, expected: Tensor) -> Outcome:
     """Return the outcome of comparing numbers rounded at random with what they round: no more than two values, right on average.
 
-    Parameters
-    ----------
-    samples : torch.Tensor
-        Shape (n, k): roundings of k numbers, n times, independently.
-    expected : torch.Tensor
-        Shape (k,): the numbers.
+    - `samples`: shape (n, k): roundings of k numbers, n times, independently.
+    - `expected`: shape (k,): the numbers.
 
-    Notes
-    -----
     A number between two values is rounded to the upper one with a probability that its mean fixes, and so fixes its variance, too. How
     often is compared with the binomial distribution, exactly. Where only one value came up, the number is that value, or
     it is nearer to it than chance explains. Errors are relative to the number or to the step between the values, whichever is larger: a number

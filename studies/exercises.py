@@ -120,17 +120,10 @@ def tried(check: Callable[[Callable[..., Any]], Grade], solution: Callable[..., 
 def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
     """Return the verdict on a solution of a study's exercise, tried in a confined process.
 
-    Parameters
-    ----------
-    study : str
-        Its module under ``studies``.
-    stub : str, optional
-        Folder under ``studies`` whose stub the solution began as, if not the study's.
+    - `study`: its module under ``studies``.
+    - `stub`: folder under ``studies`` whose stub the solution began as, if not the study's.
 
-    Raises
-    ------
-    ZosimError
-        If there is no such file, it is no Python, or it uses what a solution may not.
+    Raises ZosimError if there is no such file, it is no Python, or it uses what a solution may not.
     """
     if not solution.is_file():
         raise ZosimError(

@@ -40,14 +40,9 @@ class OutOfTimeError(Exception):
 class KeptResults:
     """What has been done so far.
 
-    Parameters
-    ----------
-    folder : path, optional
-        Where results are kept, one file each; without one they are all made anew.
-    stop_after_s : float
-        No result is begun once so much time has passed.
-    say : callable
-        Told of each result that is begun.
+    - `folder`: where results are kept, one file each; without one they are all made anew.
+    - `stop_after_s`: no result is begun once so much time has passed.
+    - `say`: told of each result that is begun.
     """
 
     def __init__(
@@ -66,12 +61,8 @@ class KeptResults:
     def of(self, name: str, make: Callable[[], Content]) -> Content:
         """Return a result: what a file holds already, or what `make` returns, which is then kept.
 
-        Raises
-        ------
-        OutOfTimeError
-            If it is still to be made and there is no time.
-        ZosimError
-            If the file is no such result.
+        Raises OutOfTimeError if it is still to be made and there is no time.
+        Raises ZosimError if the file is no such result.
         """
         content = self.known(name)
         if content is None:

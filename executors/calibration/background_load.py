@@ -18,8 +18,6 @@ which wait for each other, one such synchronization costs a scheduler's time sli
 class OtherLoad:
     """Watches the machine's processors from the moment it is made.
 
-    Notes
-    -----
     Clocks of processors tick a hundred times a second: an interval of a second or more is measured well. Children of this
     process count as others.
     """
@@ -43,8 +41,6 @@ class OtherLoad:
 def waited_s() -> float:
     """Return how long this process's threads have been ready to run and waited for a processor, added up; 0 where only Linux tells.
 
-    Notes
-    -----
     A thread that computes alone waits for nobody and loses little to a busy neighbour. Several that compute together
     wait for the last of them: where it gets no processor, a kernel of microseconds takes a scheduler's time slice.
     """

@@ -107,18 +107,13 @@ def calibrate(
 ) -> tuple[list[Measurement], Slowdown | None]:
     """Return measurements of this machine at its full pace, and the pace that it had meanwhile.
 
-    Parameters
-    ----------
-    device : str
-        ``"cpu"`` or a CUDA device such as ``"cuda:0"``.
-    num_threads : int, optional
-        Threads of torch's kernels while measuring; by default as many as torch uses now.
-    dtypes : sequence of str
-        Formats to measure products, passes over parameters and sampling in.
-    budget_s : float
-        Time to spend measuring, building the probes apart. At least three rounds are made whatever it is.
-    on_round : callable, optional
-        Called with the progress after every round.
+    - `device`: ``"cpu"`` or a CUDA device such as ``"cuda:0"``.
+    - `num_threads`: threads of torch's kernels while measuring; by default as many as torch uses now.
+    - `dtypes`: formats to measure products, passes over parameters and sampling in.
+    - `budget_s`: time to spend measuring, building the probes apart. At least three rounds are made whatever it is.
+    - `on_round`: called with the progress after every round.
+
+    Raises RunError if the device is not there, or the budget or the number of threads is not positive.
 
     Returns
     -------
@@ -126,11 +121,6 @@ def calibrate(
         For ``costmodel.rates.calibration.fit_profile``.
     slowdown : Pace or None
         None of a GPU.
-
-    Raises
-    ------
-    RunError
-        If the device is not there, or the budget or the number of threads is not positive.
 
     Notes
     -----
@@ -160,8 +150,6 @@ def calibrate(
 def calibrate_exchanges(num_threads: int, *, budget_s: float) -> list[Measurement]:
     """Return measurements of exchanges between two processes of this machine.
 
-    Notes
-    -----
     Comes last in a process: from then on torch's kernels find more threads than cores, and no longer wait for each other
     awake, so that whatever several threads share takes longer.
     """

@@ -82,33 +82,19 @@ def calibrated(
 ) -> tuple[Profile, FitReport]:
     """Measure a device of this machine, and return what its operations cost, and how well that explains them.
 
-    Parameters
-    ----------
-    topology : Topology
-        This machine.
-    node : str
-        That `device` is.
-    device : str
-        ``"cpu"`` or a CUDA device.
-    num_threads : int, optional
-        Threads of a CPU's kernels; all its cores if not given.
-    budget_s : float
-        Seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, steps with quantized weights on a CPU as much again, and
-        looking for moments without background load as much as the budget once more.
-    step_shapes : sequence of StepShape
-        Of which whole steps are measured.
-    quantized_step_shapes : sequence of StepShape
-        The same of quantized weights, on a CPU and where there are seconds for it.
-    on_share : callable
-        Called with the share of the work that is done.
+    - `topology`: this machine.
+    - `node`: that `device` is.
+    - `device`: ``"cpu"`` or a CUDA device.
+    - `num_threads`: threads of a CPU's kernels; all its cores if not given.
+    - `budget_s`: seconds to measure for. Building what is measured, the least that is, and the fit take some forty more, steps
+      with quantized weights on a CPU as much again, and looking for moments without background load as much as the budget once
+      more.
+    - `step_shapes`: of which whole steps are measured.
+    - `quantized_step_shapes`: the same of quantized weights, on a CPU and where there are seconds for it.
+    - `on_share`: called with the share of the work that is done.
 
-    Raises
-    ------
-    RunError
-        If the device is not there.
+    Raises RunError if the device is not there.
 
-    Notes
-    -----
     Operations say what the constants are: by themselves, and as the instructions of whole steps of small models,
     where they find caches as runs do. How long whole steps take is fitted to nothing but the time between them: it
     says how wide intervals have to be.
@@ -188,15 +174,9 @@ def at_one_slowdown(
 ) -> tuple[list[Measurement], Slowdown | None, list[WholeStep], tuple[str, ...]]:
     """Return single operations and whole steps as one pace of the machine sees them, and in words what disturbed them.
 
-    Parameters
-    ----------
-    kernels : callable
-        Measures single operations, and the pace meanwhile.
-    whole_steps : callable
-        Measures steps, given what the reference takes at full speed.
+    - `kernels`: measures single operations, and the pace meanwhile.
+    - `whole_steps`: measures steps, given what the reference takes at full speed.
 
-    Notes
-    -----
     Operations come first, steps after them. Where the machine's full pace changed in between, what was taken at the
     slower one is measured again, once. A pace that stays slower is one of those that predictions are made for, and counts
     for the width of intervals.
@@ -253,8 +233,6 @@ def fitted(
 ) -> tuple[Profile, FitReport]:
     """Return the profile that single operations and whole steps say, and how well it explains them.
 
-    Notes
-    -----
     Constants are fitted at full speed, and the profile is at the pace of the calibration, if one is given. Intervals hold
     steps as they were taken, disturbed or not, as they would have been in its faster and its slower seconds, and, on a CPU,
     as another calibration would have it: all predictions share that error, and the steps of this one cannot show it. The steps are parted in two. What the profile says of either part when it was fitted to the other alone is how

@@ -23,10 +23,7 @@ _LEAST_SPREAD = 1.1
 def with_codec_constants(profile: Profile, *, budget_s: float = DEFAULT_BUDGET_S) -> Profile:
     """Return a profile with what codecs cost on this machine's processors.
 
-    Parameters
-    ----------
-    budget_s : float
-        Seconds to measure for; three rounds are made whatever it is.
+    `budget_s`: seconds to measure for; three rounds are made whatever it is.
     """
     measured = measure_codecs(budget_s=budget_s, probes=list(stage_probes(NUM_ROWS)))
     constants = codec_constants(measured)

@@ -84,8 +84,6 @@ def measure_codecs(
 ) -> list[tuple[CodecWork, float]]:
     """Return each probe's work and the least of its times, with one thread of torch's.
 
-    Notes
-    -----
     All probes run once per round, and rounds repeat until the budget is spent; three are made whatever it is. The
     least of the times is what the machine does when nobody else uses it.
     """

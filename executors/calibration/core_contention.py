@@ -124,10 +124,7 @@ def _measured(world_size: int) -> CrowdedCores:
 def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool = False) -> float:
     """Return the cores' worth of work that all ranks do at once; all of them call it together.
 
-    Parameters
-    ----------
-    in_turn : bool
-        Whether a core's work is measured while all others rest, or while each has work of its own.
+    `in_turn`: whether a core's work is measured while all others rest, or while each has work of its own.
 
     Returns
     -------
@@ -163,13 +160,8 @@ def cores_together(gather: Gather, rank: int, world_size: int, *, in_turn: bool 
 def lost_beside(exchanges: Callable[[], object], gather: Gather) -> tuple[float, float]:
     """Return the part of all ranks' work that is lost while they exchange, and the seconds that exchanging takes.
 
-    Parameters
-    ----------
-    exchanges : callable
-        Exchanges with all ranks, for some tenths of a second; runs on a thread beside the one that works, as in a run.
+    `exchanges`: exchanges with all ranks, for some tenths of a second; runs on a thread beside the one that works, as in a run.
 
-    Notes
-    -----
     All ranks call it together, and meet after every burst, as after the forwards of a step. What is lost is more than the
     time for which cores carry bytes: work finds its caches changed, and since one core does most of the carrying, the rank
     on it keeps the others waiting.
@@ -218,13 +210,8 @@ def _lost(
 def costs_beside(message: Callable[[], object], latest: Latest, gather: Gather) -> tuple[float, float]:
     """Return by how much longer a message takes where all ranks compute, and what their work loses to it, in seconds.
 
-    Parameters
-    ----------
-    message : callable
-        Exchanges one with a neighbour.
+    `message`: exchanges one with a neighbour.
 
-    Notes
-    -----
     All ranks call it together. As in a step whose blocks' weights come ahead, a thread beside the one that computes exchanges a
     message whenever a piece of work begins, and work stops where it would be more than two chunks ahead. A message counts from
     when both ranks have asked for it. Means, as steps are sums. The scheduler lets a thread that was woken wait

@@ -28,12 +28,8 @@ class DeviceState:
 def device_state(device: str, nvml: Any | None = None) -> DeviceState | None:
     """Return what the driver says of a GPU; None where it cannot be asked.
 
-    Parameters
-    ----------
-    device : str
-        As torch calls it; found by its UUID, as torch and the driver may number devices differently.
-    nvml : module, optional
-        By default ``pynvml``, where it is installed.
+    - `device`: as torch calls it; found by its UUID, as torch and the driver may number devices differently.
+    - `nvml`: by default ``pynvml``, where it is installed.
     """
     import torch
 

@@ -28,13 +28,7 @@ _END = -1
 
 
 class _ProbeRank:
-    """One of two processes that gather each other's bytes.
-
-    Parameters
-    ----------
-    store : path
-        File by which the two find each other.
-    """
+    """One of two processes that gather each other's bytes (`store`: file by which the two find each other)."""
 
     def __init__(self, store: Path, rank: int) -> None:
         self._pair = loopback_pair(store, rank)

@@ -196,20 +196,12 @@ def measure_steps(
 ) -> list[WholeStep]:
     """Return what whole steps take, with torch's present number of threads.
 
-    Parameters
-    ----------
-    node : str
-        That `device` is.
-    budget_s : float
-        Time for timed steps, of which each shape gets its part. Of the later shapes those are left out that a multiple of
-        it has no time for.
-    fast_s : float, optional
-        What the reference of :mod:`executors.reference_speed` takes at full speed, to tell which steps were taken at it.
-    on_share : callable, optional
-        Called with the share of the shapes that are done.
+    - `node`: that `device` is.
+    - `budget_s`: time for timed steps, of which each shape gets its part. Of the later shapes those are left out that a multiple
+      of it has no time for.
+    - `fast_s`: what the reference of :mod:`executors.reference_speed` takes at full speed, to tell which steps were taken at it.
+    - `on_share`: called with the share of the shapes that are done.
 
-    Notes
-    -----
     A shape whose steps others disturbed is measured again, at most twice while there is time, and the least disturbed counts.
     """
     steps: list[WholeStep] = []
@@ -341,8 +333,6 @@ def _gaps(timeline: Timeline, kept: Sequence[_TimedStep]) -> tuple[float, float]
 def with_step_overhead(profile: Profile, steps: Sequence[WholeStep]) -> Profile:
     """Return `profile` with the host's time around computations, as it was measured.
 
-    Notes
-    -----
     A step's instructions are issued before the first of them runs: the gap between steps grows with their number. That
     part of it, the slope of a robust line, is each instruction's own, as is the pause before it; the rest is the step's.
     """
@@ -383,13 +373,8 @@ def interval_ratios(
 def with_interval_scale(profile: Profile, ratios: Sequence[float]) -> Profile:
     """Return `profile` with the part of its intervals that holds whole steps as often as :data:`COVERAGE` says.
 
-    Parameters
-    ----------
-    ratios : sequence of float
-        Of steps that the profile, or one like it, was not fitted to: see :func:`interval_ratios`.
+    `ratios`: of steps that the profile, or one like it, was not fitted to: see :func:`interval_ratios`.
 
-    Notes
-    -----
     If the ratios are normal around 0, a new one lies within ``t · sqrt(mean square)`` with probability
     :data:`COVERAGE`, where ``t`` is Student's quantile with as many degrees of freedom as there are steps: few
     steps cannot promise narrow intervals. What lies farther off than :data:`_FAR` medians counts as if it lay there:

@@ -39,17 +39,10 @@ class Codec(ABC):
     def encode(self, tensor: Tensor, generator: Generator | None = None) -> Tensor:
         """Return the message of `tensor`: uint8, one-dimensional, on the CPU; its length is what it takes on a wire.
 
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            Floating-point, of up to 16 dimensions.
-        generator : torch.Generator, optional
-            For stochastic rounding. The same generator state makes the same message.
+        - `tensor`: floating-point, of up to 16 dimensions.
+        - `generator`: for stochastic rounding. The same generator state makes the same message.
 
-        Raises
-        ------
-        CodecError
-            If the codec cannot represent the values, or the format is unknown.
+        Raises CodecError if the codec cannot represent the values, or the format is unknown.
         """
         (message,) = messages_of([self.quantized(tensor, generator)])
         return message
@@ -158,17 +151,10 @@ def decode(
 ) -> Tensor:
     """Return the tensor in `message`, on `device`.
 
-    Parameters
-    ----------
-    message : torch.Tensor or bytes
-        uint8, one-dimensional. What follows its end, as in a buffer that is larger, is not looked at.
-    shape : sequence of int, optional
-        What the tensor must have; a receiver that knows it should say so.
+    - `message`: uint8, one-dimensional. What follows its end, as in a buffer that is larger, is not looked at.
+    - `shape`: what the tensor must have; a receiver that knows it should say so.
 
-    Raises
-    ------
-    CodecError
-        If the message is cut off, damaged, of another version or shape, or contradicts itself.
+    Raises CodecError if the message is cut off, damaged, of another version or shape, or contradicts itself.
     """
     header, body = disassemble(_bytes_of(message), shape)
     if header.bits:

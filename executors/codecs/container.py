@@ -83,17 +83,10 @@ def assemble(header: Header, sections: Sequence[Bytes]) -> Bytes:
 def disassemble(message: Bytes, shape: Sequence[int] | None) -> tuple[Header, Bytes]:
     """Return the header and what follows it, after every check that needs no payload.
 
-    Parameters
-    ----------
-    message : numpy.ndarray
-        uint8. It may be longer than it says, as a buffer to receive in is.
-    shape : sequence of int, optional
-        What the tensor must have.
+    - `message`: uint8. It may be longer than it says, as a buffer to receive in is.
+    - `shape`: what the tensor must have.
 
-    Raises
-    ------
-    CodecError
-        If it is not a message, of another version, cut off, damaged, or of another shape.
+    Raises CodecError if it is not a message, of another version, cut off, damaged, or of another shape.
     """
     length_of(message)
     fields = _PREAMBLE.unpack(message[:PREAMBLE_BYTES].tobytes())

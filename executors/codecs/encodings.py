@@ -35,13 +35,7 @@ _CHUNK = 1 << 20
 
 
 class Symbols:
-    """Symbols of a tensor, and what several encodings ask of them.
-
-    Parameters
-    ----------
-    values : numpy.ndarray
-        uint8, one-dimensional.
-    """
+    """Symbols of a tensor, and what several encodings ask of them (`values`: uint8, one-dimensional)."""
 
     def __init__(self, values: Bytes, num_columns: int, bits: int) -> None:
         self.values = values
@@ -240,8 +234,6 @@ class Bitmap(SymbolEncoding):
 class RunLength(SymbolEncoding):
     """For every kept symbol the length of the run of background before it, in ``g`` bits; then the symbols.
 
-    Notes
-    -----
     A run that is too long is cut: ``2^g - 1`` of the background and then the background itself as the symbol. What
     follows the last kept symbol is left out. ``g`` is what makes the tensor at hand smallest.
     """
@@ -338,8 +330,6 @@ BY_NAME: dict[Encoding, SymbolEncoding] = {
 def encode_smallest(symbols: Symbols) -> Payload:
     """Return the symbols in the encoding with the shortest body; of several the simplest.
 
-    Notes
-    -----
     Sizes that follow from the histogram come first. Runs are looked for only where the kept symbols alone leave
     room for them; the entropy coder's size is known to a few bytes, so it codes only if it may win.
     """

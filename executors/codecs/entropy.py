@@ -2,8 +2,6 @@
 
 The library is optional: without it a message in this encoding is refused, and no tensor is encoded so.
 
-References
-----------
 .. [1] Bamler (2022), Understanding entropy coding with asymmetric numeral systems; https://bamler-lab.github.io/constriction
 """
 
@@ -33,8 +31,6 @@ def is_available() -> bool:
 def encode_entropy(symbols: Bytes, frequencies: Sequence[int]) -> Words:
     """Return `symbols` as words, given each symbol's frequency in units of ``2^-16``.
 
-    Notes
-    -----
     One coder runs over all symbols, from the last to the first: what is put in last comes out first.
     """
     coder, model = _stream().stack.AnsCoder(), _model(frequencies)

@@ -15,8 +15,6 @@ from topology.errors import CodecError
 def relative_error(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> float:
     """Return ``κ = ‖x - C(x)‖ / ‖x‖``; 0 for a tensor of zeros that comes back as it was.
 
-    Notes
-    -----
     SparQ's assumption 5 asks for ``κ < 1``. Rounding to the nearest of values among which 0 is cannot break it.
     Stochastic rounding can: its error has the variance ``f·(1 - f)·s²`` where most numbers are small against ``s``.
     """
@@ -63,23 +61,13 @@ def visibility(
 ) -> Visibility:
     """Return how well the difference of two activations survives the codec.
 
-    Parameters
-    ----------
-    plus, minus : torch.Tensor
-        The same activation, forwarded at ``θ + εz`` and at ``θ - εz``.
-    spec : CodecSpec
-        With bits.
-    epsilon : float
-        ``ε > 0``.
-    seed : int
-        Of stochastic rounding.
-    shared_noise : bool
-        Whether both signs are rounded with the same random numbers.
+    - `plus`, `minus`: the same activation, forwarded at ``θ + εz`` and at ``θ - εz``.
+    - `spec`: with bits.
+    - `epsilon`: ``ε > 0``.
+    - `seed`: of stochastic rounding.
+    - `shared_noise`: whether both signs are rounded with the same random numbers.
 
-    Raises
-    ------
-    CodecError
-        If the activations do not differ, or the codec cannot represent them.
+    Raises CodecError if the activations do not differ, or the codec cannot represent them.
     """
     true = plus.detach().double() - minus.detach().double()
     if not bool(true.any()):

@@ -37,8 +37,6 @@ def ask_at_once(doubt: Doubt) -> None:
 class Fitted:
     """Equidistant values ``offset + n·step`` for levels n from `low` to `high`, by group.
 
-    Notes
-    -----
     The symbol of a level is its lowest ``b`` bits. Where 0 is on the grid its level is 0, so its symbol is 0, too,
     whatever group it lies in.
     """
@@ -70,20 +68,12 @@ def fit(
 ) -> tuple[Tensor, ...]:
     """Return the parameters of the grids that span `rows`, as a message carries them.
 
-    Parameters
-    ----------
-    rows : torch.Tensor
-        Shape (R, C), not empty, in its own format.
-    dtype : torch.dtype
-        Format of the parameters.
-    doubt : callable
-        Gets a doubt about values that are not finite, signs that the grid cannot hold, and spans that the format does not: parameters
-        then mean nothing.
+    - `rows`: shape (R, C), not empty, in its own format.
+    - `dtype`: format of the parameters.
+    - `doubt`: gets a doubt about values that are not finite, signs that the grid cannot hold, and spans that the format does not:
+      parameters then mean nothing.
 
-    Raises
-    ------
-    CodecError
-        As `doubt` does.
+    Raises CodecError as `doubt` does.
     """
     assert spec.bits is not None
     least, most = (extreme.to(dtype) for extreme in _extremes(rows, spec.scope))

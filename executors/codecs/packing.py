@@ -23,15 +23,9 @@ _MERGES = (
 def pack(symbols: Bytes, width: int) -> Bytes:
     """Return `symbols`, each below ``2^width``, in `width` bits each.
 
-    Parameters
-    ----------
-    symbols : numpy.ndarray
-        uint8, one-dimensional.
-    width : int
-        0 to 8.
+    - `symbols`: uint8, one-dimensional.
+    - `width`: 0 to 8.
 
-    Notes
-    -----
     Symbol ``i`` takes bits ``i·width`` to ``(i + 1)·width - 1``, bit 0 being the lowest of the first byte. Eight
     symbols make one 64-bit word, whose lanes are joined in three steps.
     """

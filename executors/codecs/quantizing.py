@@ -36,23 +36,13 @@ class Quantized:
 def quantize(tensor: Tensor, spec: CodecSpec, generator: Generator | None = None) -> Quantized:
     """Return `tensor` as symbols.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Floating-point, of any shape, on any device.
-    spec : CodecSpec
-        With bits.
-    generator : torch.Generator, optional
-        On the tensor's device; for stochastic rounding, which takes one number for each element.
+    - `tensor`: floating-point, of any shape, on any device.
+    - `spec`: with bits.
+    - `generator`: on the tensor's device; for stochastic rounding, which takes one number for each element.
 
-    Raises
-    ------
-    CodecError
-        If the codec cannot represent the values, or stochastic rounding has no generator. Of values on a device the first is
-        left in doubt, as asking would wait for it.
+    Raises CodecError if the codec cannot represent the values, or stochastic rounding has no generator. Of values on a device the first is
+    left in doubt, as asking would wait for it.
 
-    Notes
-    -----
     Positions on the grid are computed in float32 (float64 for float64). Values come back in the tensor's own
     format, which rounds once more in half precision: stochastic rounding is unbiased up to that.
     """
@@ -103,8 +93,6 @@ def grid_format(dtype: torch.dtype) -> torch.dtype:
 def rounded_at_random(numbers: Tensor, generator: Generator | None) -> Tensor:
     """Return `numbers` rounded to integers: down, or up with the probability of the fraction cut off.
 
-    References
-    ----------
     .. [1] Connolly, Higham and Mary (2021), Stochastic rounding and its probabilistic backward error analysis.
     """
     assert generator is not None

@@ -35,17 +35,10 @@ class Batch:
 def check_batch(batch: Mapping[str, object], max_positions: int) -> None:
     """Raise for a batch, given to a session, that no model can be fed.
 
-    Parameters
-    ----------
-    batch : mapping
-        ``input_ids`` and ``labels``, tensors of shape (sequences, tokens), and perhaps an ``attention_mask``.
-    max_positions : int
-        Most tokens that the model takes.
+    - `batch`: ``input_ids`` and ``labels``, tensors of shape (sequences, tokens), and perhaps an ``attention_mask``.
+    - `max_positions`: most tokens that the model takes.
 
-    Raises
-    ------
-    DataError
-        If a tensor is missing, is no tensor, has another shape than ``input_ids``, or is too long.
+    Raises DataError if a tensor is missing, is no tensor, has another shape than ``input_ids``, or is too long.
     """
     shape: torch.Size | None = None
     for name in ("input_ids", "labels", "attention_mask"):
@@ -77,17 +70,10 @@ _BATCH_HINT = (
 def pad(examples: Sequence[Example], *, length: int | None = None, pad_token: int = 0) -> Batch:
     """Return examples as one batch, padded on the right.
 
-    Parameters
-    ----------
-    length : int, optional
-        Columns; by default those of the longest example.
-    pad_token : int
-        Token that padded positions hold. A causal model's other positions do not see it.
+    - `length`: columns; by default those of the longest example.
+    - `pad_token`: token that padded positions hold. A causal model's other positions do not see it.
 
-    Raises
-    ------
-    DataError
-        If an example is longer than `length`.
+    Raises DataError if an example is longer than `length`.
     """
     longest = max(len(example) for example in examples)
     if length is not None and longest > length:

@@ -250,17 +250,10 @@ def open_dataset(
 ) -> Dataset:
     """Return a file's examples, the first lines already checked.
 
-    Parameters
-    ----------
-    path : str or Path
-        JSON lines of tokens or of a template's fields; the first line shows which of the two.
-    template : PromptTemplate, optional
-        For lines of text. Lines with a ``text`` field and no template are plain language modelling.
+    - `path`: JSON lines of tokens or of a template's fields; the first line shows which of the two.
+    - `template`: for lines of text. Lines with a ``text`` field and no template are plain language modelling.
 
-    Raises
-    ------
-    DataError
-        If the file cannot be used; the message names the line where there is one.
+    Raises DataError if the file cannot be used; the message names the line where there is one.
     """
     lines, template = _lines_and_template(path, template)
     if template is None:

@@ -56,10 +56,7 @@ def continued(
 ) -> list[list[int]]:
     """Return the greedy continuation of each prompt, with a forward over the whole sequences for every token.
 
-    Parameters
-    ----------
-    first : sequence of int, optional
-        The first token of each, where it is known already.
+    `first`: the first token of each, where it is known already.
     """
 
     def next_tokens(sequences: Sequence[tuple[int, ...]]) -> list[int]:

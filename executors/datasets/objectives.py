@@ -59,17 +59,10 @@ _NAMED: dict[str, Objective] = {"accuracy": error_rate, "f1": f1_shortfall}
 def objective_named(name: str, *, from_here: bool = True) -> Objective | None:
     """Return the objective called `name`; None for the model's own loss.
 
-    Parameters
-    ----------
-    name : str
-        ``"loss"``, ``"accuracy"``, ``"f1"``, or ``"module:function"`` of logits and batch.
-    from_here : bool
-        As of :func:`imported`.
+    - `name`: ``"loss"``, ``"accuracy"``, ``"f1"``, or ``"module:function"`` of logits and batch.
+    - `from_here`: as of :func:`imported`.
 
-    Raises
-    ------
-    RunError
-        If there is no such objective.
+    Raises RunError if there is no such objective.
     """
     if name == LOSS:
         return None
@@ -92,16 +85,10 @@ def names_code(name: str) -> bool:
 def imported(what: str, name: str, *, from_here: bool = True) -> Callable[..., Any]:
     """Return the function that ``module:function`` names.
 
-    Parameters
-    ----------
-    from_here : bool
-        Whether the module may lie in the working directory. A resumed run does not look there: people stand in the directory
-        of the run that they go on with, and that may be untrusted.
+    `from_here`: whether the module may lie in the working directory. A resumed run does not look there: people stand in the
+    directory of the run that they go on with, and that may be untrusted.
 
-    Raises
-    ------
-    RunError
-        If it cannot be imported.
+    Raises RunError if it cannot be imported.
     """
     module, _, function = name.partition(":")
     try:

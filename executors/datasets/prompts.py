@@ -90,13 +90,8 @@ class Question:
 class PromptTemplate:
     """Text with named fields, and the words that labels are spelled as.
 
-    Raises
-    ------
-    DataError
-        If the template is not well formed.
+    Raises DataError if the template is not well formed.
 
-    Examples
-    --------
     >>> template = PromptTemplate("{text} It was {label}.", {"0": "terrible", "1": "great"})
     >>> template.fill({"text": "I loved it.", "label": 1}, "great")
     ('I loved it. It was great.', (19, 24))
@@ -152,15 +147,9 @@ class PromptTemplate:
     def fill(self, line: JsonObject, word: str | None) -> tuple[str, tuple[int, int]]:
         """Return the filled template and the span of characters that carries labels.
 
-        Parameters
-        ----------
-        word : str or None
-            What stands for ``{label}``; None where the template has none, and everything carries labels.
+        `word`: what stands for ``{label}``; None where the template has none, and everything carries labels.
 
-        Raises
-        ------
-        DataError
-            If the template names a field that the line has not.
+        Raises DataError if the template names a field that the line has not.
         """
         out, span = "", (0, 0)
         for literal, name in self._fragments:
@@ -206,13 +195,8 @@ class PromptTemplate:
 def parse_label_words(text: str) -> dict[str, str]:
     """Return label words from their command-line form.
 
-    Raises
-    ------
-    DataError
-        If a part has no ``=``, a word is empty, or a label or a word stands twice.
+    Raises DataError if a part has no ``=``, a word is empty, or a label or a word stands twice.
 
-    Examples
-    --------
     >>> parse_label_words("0=terrible,1=great")
     {'0': 'terrible', '1': 'great'}
     """

@@ -28,17 +28,11 @@ Reward = Callable[[Sequence[Text], Sequence[Text]], list[float]]
 def reward_named(name: str, timeout_s: float, *, from_here: bool = True) -> Reward:
     """Return the reward called `name`, with its answers checked and its time limited.
 
-    Parameters
-    ----------
-    name : str
-        ``"module:function"``, called with prompts and texts; or the address of an endpoint on this machine, which is sent
-        ``{"prompts": [...], "texts": [...]}`` and answers ``{"rewards": [...]}``.
+    `name`: ``"module:function"``, called with prompts and texts; or the address of an endpoint on this machine, which is sent
+    ``{"prompts": [...], "texts": [...]}`` and answers ``{"rewards": [...]}``.
 
-    Raises
-    ------
-    RunError
-        If there is no such function, or the address is another machine's. The reward raises it for what is late, gone, no number or
-        not one number for each text.
+    Raises RunError if there is no such function, or the address is another machine's. The reward raises it for what is late, gone, no
+    number or not one number for each text.
     """
     if "//" in name:
         ask = _endpoint(name, timeout_s)
@@ -73,12 +67,8 @@ def objective_of_text(
 ) -> TextObjective:
     """Return the objective of a run that maximises a reward of greedy text.
 
-    Parameters
-    ----------
-    generation : Generation
-        How text is made; :attr:`Generation.decode` is not asked.
-    decode : callable or None
-        Makes text of tokens for the reward; without it the reward is given tokens.
+    - `generation`: how text is made; :attr:`Generation.decode` is not asked.
+    - `decode`: makes text of tokens for the reward; without it the reward is given tokens.
     """
 
     def cost(model: nn.Module, logits: Tensor, batch: Batch) -> float:

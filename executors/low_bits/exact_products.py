@@ -15,12 +15,8 @@ from costmodel.formats.low_bits import EXACT_TERMS, FLOAT_TILE_COLUMNS
 def exact_sums(inputs: Tensor, weights: Tensor) -> Tensor:
     """Return ``inputs @ weights.T`` of int8 matrices: exact integers, rounded once to float32.
 
-    Parameters
-    ----------
-    inputs : torch.Tensor
-        (rows, width), int8.
-    weights : torch.Tensor
-        (outputs, width), int8.
+    - `inputs`: (rows, width), int8.
+    - `weights`: (outputs, width), int8.
 
     Returns
     -------
@@ -50,8 +46,6 @@ def exact_sums(inputs: Tensor, weights: Tensor) -> Tensor:
 def sums_in_float32(inputs: Tensor, weights: Tensor) -> Tensor:
     """Return what :func:`exact_sums` does, by products of float32 numbers.
 
-    Notes
-    -----
     A product of two bytes is 2¹⁴ at most, and float32 holds every integer up to 2²⁴: sums of 1,024 of them are exact, in any
     order. Longer ones are added up as integers. A few outputs are made at a time, so that the numbers made of their weights stay in
     cache.

@@ -3,8 +3,6 @@
 A grid has units of its own, which a scale turns into weights. Stochastic rounding of ``x`` between neighbours ``a <= x <= b`` gives
 ``b`` with probability ``(x - a)/(b - a)``. Its mean is ``x``, and its variance ``(x - a)·(b - x)``. Both roundings clamp at the ends.
 
-References
-----------
 .. [1] QuZO, equations 5 and 6.
 """
 
@@ -67,12 +65,8 @@ class Grid(ABC):
     def at_random(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
         """Round each number stochastically to one of its two neighbours.
 
-        Parameters
-        ----------
-        numbers : torch.Tensor
-            float32 or float64.
-        uniforms : torch.Tensor
-            Independent and uniform on [0, 1), one for each.
+        - `numbers`: float32 or float64.
+        - `uniforms`: independent and uniform on [0, 1), one for each.
         """
         inside = self.clamped(numbers)
         below, step = self.below(inside), self.step(inside)
@@ -184,8 +178,6 @@ class Floats(Grid):
     def _levels(self) -> tuple[float, ...]:
         """Magnitudes in ascending order, subnormals first.
 
-        Examples
-        --------
         >>> Floats(1, 0, 6.0)._levels
         (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
         """
@@ -206,14 +198,9 @@ class Floats(Grid):
 def grid_of(name: QuantFormat, *, has_zero_point: bool = False, is_full_range: bool = False) -> Grid:
     """Return the grid of a format, in units of its scale.
 
-    Parameters
-    ----------
-    name : str
-        Such as ``"int4"``.
-    has_zero_point : bool
-        Whether integers start at 0, with a zero point to subtract; else they are symmetric about 0.
-    is_full_range : bool
-        Whether symmetric integers have one more negative value, such as -8 of int4.
+    - `name`: such as ``"int4"``.
+    - `has_zero_point`: whether integers start at 0, with a zero point to subtract; else they are symmetric about 0.
+    - `is_full_range`: whether symmetric integers have one more negative value, such as -8 of int4.
     """
     if name in _FLOATS:
         return _FLOATS[name]

@@ -43,12 +43,8 @@ def update_jointly(
 ) -> None:
     """Update each weight as :meth:`executors.low_bits.quantized.QuantizedTensor.apply` does, bit for bit.
 
-    Parameters
-    ----------
-    updates : sequence of JointUpdate
-        Of weights with one QuantConfig, for which :func:`shares_passes` holds.
-    counted : UpdateCounts
-        Is added to.
+    - `updates`: of weights with one QuantConfig, for which :func:`shares_passes` holds.
+    - `counted`: is added to.
     """
     by = factor.factor(torch.float32) if isinstance(factor, DeviceScalar) else factor
     for batch in _batches(updates):

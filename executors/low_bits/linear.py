@@ -150,13 +150,7 @@ _QUANTIZED_INPUTS = "_zosim_quantized_inputs"
 
 
 class _PerturbationProduct:
-    """The share of an output that comes from a scaled perturbation.
-
-    Parameters
-    ----------
-    qvalues, scales : torch.Tensor
-        Of the inputs.
-    """
+    """The share of an output that comes from a scaled perturbation (`qvalues`, `scales`: of the inputs)."""
 
     def __init__(self, qvalues: Tensor, scales: Tensor, side_path: SidePath) -> None:
         rows = side_path.rows
@@ -197,12 +191,8 @@ def quantized_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Quantize inputs to the nearest int8 or e4m3 value, with a scale per token or one for all.
 
-    Parameters
-    ----------
-    inputs : torch.Tensor
-        Shape (tokens, features), floating point.
-    scope : {"token", "tensor"}
-        What shares a scale.
+    - `inputs`: shape (tokens, features), floating point.
+    - `scope`: what shares a scale.
 
     Returns
     -------
@@ -282,15 +272,9 @@ def quantize_layers(
 ) -> None:
     """Let the linear layers of some blocks take quantized weights, as :func:`make_quantizable`, and multiply by them as a plan says.
 
-    Parameters
-    ----------
-    quant_config : QuantConfig, optional
-        How their weights are kept; by default as `low_bits` says, with scales in float32.
+    `quant_config`: how their weights are kept; by default as `low_bits` says, with scales in float32.
 
-    Raises
-    ------
-    PlanError
-        If the device lacks the kernel, and no other may take its place.
+    Raises PlanError if the device lacks the kernel, and no other may take its place.
     """
     product, blocks = present_product(low_bits, device), list(blocks)
     make_quantizable(blocks, quant_config or low_bits.quant_config("float32"))
@@ -304,13 +288,8 @@ def quantize_layers(
 def make_quantizable(blocks: Iterable[nn.Module], quant_config: QuantConfig | None) -> None:
     """Let the linear layers of some blocks take quantized weights; until they are given any, they compute what they did.
 
-    Parameters
-    ----------
-    quant_config : QuantConfig
-        How their weights are kept then.
+    `quant_config`: how their weights are kept then.
 
-    Notes
-    -----
     The weight of a layer that keeps it transposed (GPT-2's) is turned, without being copied.
     """
     for block in blocks:

@@ -32,8 +32,6 @@ _MASKS = {4: (0x0F0F,), 2: (0x000F000F, 0x03030303)}
 class PackedValues:
     """Packed values from ``-2^(bits-1)`` to ``2^(bits-1) - 1``, read and written as int8 tensors.
 
-    Examples
-    --------
     >>> qvalues = PackedValues(torch.zeros(3, dtype=torch.uint8), torch.Size((2, 3)), 4)
     >>> qvalues[:] = torch.tensor([[1, -2, 3], [-8, 7, 0]], dtype=torch.int8)
     >>> qvalues.memory.tolist(), qvalues[1:].tolist()

@@ -310,21 +310,12 @@ class QuantizedTensor(Stored):
     ) -> None:
         """Change the weights by ``-factor·perturbation - decay·weights``, rounded at random to the grid, scales as they are.
 
-        Parameters
-        ----------
-        perturbation : torch.Tensor or PackedValues
-            In the shape of the weight; a tensor is int8 or floating-point.
-        uniforms : callable
-            Of the elements of these rows, one after the other.
-        rows : torch.Tensor, optional
-            Numbers of the rows that change; by default all.
-        counted : UpdateCounts, optional
-            Is added to.
-        at_once : int, optional
-            Elements that are updated at a time, if fewer than usual.
+        - `perturbation`: in the shape of the weight; a tensor is int8 or floating-point.
+        - `uniforms`: of the elements of these rows, one after the other.
+        - `rows`: numbers of the rows that change; by default all.
+        - `counted`: is added to.
+        - `at_once`: elements that are updated at a time, if fewer than usual.
 
-        Notes
-        -----
         On a CPU `uniforms` are asked for many at a time, since to draw them in several threads and to pass over them in torch's
         takes turns that cost a part of a millisecond. The mean of the change is exact but for quantized values that saturate, and for the
         resolution of `uniforms`. On integers the change is rounded by itself, so that one of a millionth of a step is not lost

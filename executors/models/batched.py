@@ -32,38 +32,21 @@ register_attention(_ATTENTION, packed_attention)
 
 @dataclass(frozen=True)
 class LowRankPath:
-    """The low-rank path that a linear layer has along with its weight, at each evaluation point.
+    """The low-rank path that a linear layer has along with its weight, at each evaluation point."""
 
-    Attributes
-    ----------
-    inner : torch.Tensor
-        Shape (inputs, rank), the same at all points, or (points, inputs, rank).
-    outer : torch.Tensor
-        Shape (points, rank, outputs).
-    positions : slice or None
-        Of the packed row, the tokens that it is for; None for all.
-    """
-
-    inner: Tensor
-    outer: Tensor
-    positions: slice | None = None
+    inner: Tensor  # shape (inputs, rank), the same at all points, or (points, inputs, rank)
+    outer: Tensor  # shape (points, rank, outputs)
+    positions: slice | None = None  # of the packed row, the tokens that it is for; None for all
 
 
 @dataclass
 class _Narrowing:
-    """Selects the tokens of the last block that are needed after its attention.
+    """Selects the tokens of the last block that are needed after its attention."""
 
-    Attributes
-    ----------
-    stream : torch.Tensor
-        What the block is given and will add to: the residual stream, narrowed in place.
-    is_due, is_done : bool
-        Whether attention is through, and whether the first linear behind it has narrowed its input, and the stream.
-    """
-
-    stream: Tensor
+    stream: Tensor  # what the block is given and will add to: the residual stream, narrowed in place
     rows: Tensor
     rows_on_host: Tensor
+    # is_due, is_done: whether attention is through, and whether the first linear behind it has narrowed its input, and the stream.
     is_due: bool = False
     is_done: bool = False
 
@@ -89,17 +72,11 @@ _COARSE = 0.02
 class BatchedModel(SegmentedModel):
     """A segmented model that also runs its segments at several points at once.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Whose tuned parameters are weights of linears of its blocks, or the ``B`` of adapters beside them whose ``A`` stays.
-    **options
-        As of :class:`SegmentedModel`.
+    - `model`: whose tuned parameters are weights of linears of its blocks, or the ``B`` of adapters beside them whose ``A``
+      stays.
+    - `**options`: as of :class:`SegmentedModel`.
 
-    Raises
-    ------
-    ModelError
-        If another parameter is tuned, or the model's losses are others where its batches are packed.
+    Raises ModelError if another parameter is tuned, or the model's losses are others where its batches are packed.
     """
 
     narrows = True
@@ -148,12 +125,8 @@ class BatchedModel(SegmentedModel):
     ) -> LowRankPath:
         """Return the side path of a linear's weight, which :meth:`run_batched` is given under `parameter`.
 
-        Parameters
-        ----------
-        factors : sequence of (torch.Tensor, torch.Tensor)
-            ``U`` and ``V`` of each point.
-        scales : sequence of float
-            What their product is multiplied by.
+        - `factors`: ``U`` and ``V`` of each point.
+        - `scales`: what their product is multiplied by.
         """
         # Linear multiplies by its weight transposed, Conv1D by its weight: U and V change sides.
         ends = [pair if self._is_transposed[id(parameter)] else pair[::-1] for pair in factors]
@@ -168,14 +141,9 @@ class BatchedModel(SegmentedModel):
     ) -> LowRankPath:
         """Return the side path of an adapter whose ``B`` is moved along perturbations, while its ``A`` stays: all that it adds.
 
-        Parameters
-        ----------
-        parameter : torch.nn.Parameter
-            ``B``.
-        perturbations : sequence of torch.Tensor
-            Shape (outputs, rank), one for each point.
-        scales : sequence of float
-            What they are multiplied by.
+        - `parameter`: ``B``.
+        - `perturbations`: shape (outputs, rank), one for each point.
+        - `scales`: what they are multiplied by.
         """
         module = self._carriers[id(parameter)]
         inner, outer = joined_factors(module)
@@ -196,12 +164,8 @@ class BatchedModel(SegmentedModel):
     ) -> Tensor:
         """Return the output of `segment` at all points, of shape (points, tokens, width); of the head, each point's loss.
 
-        Parameters
-        ----------
-        cache : StepCache
-            Keeps the packing of a step's batch, which may be there already, and what blocks are called with.
-        paths : mapping of parameter to LowRankPath or a sequence of them
-            Of the weights that points, or parts of the row, differ in.
+        - `cache`: keeps the packing of a step's batch, which may be there already, and what blocks are called with.
+        - `paths`: of the weights that points, or parts of the row, differ in.
         """
         if segment == EMBED:
             cache.packing = self.pack(cache.host or batch) if cache.packing is None else cache.packing

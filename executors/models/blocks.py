@@ -24,10 +24,7 @@ class UnsplitError(ModelError):
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return a model's blocks in order.
 
-    Raises
-    ------
-    ModelError
-        If it has no list of them.
+    Raises ModelError if it has no list of them.
     """
     return list(block_list(model)[1])
 
@@ -35,10 +32,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the list of a model's blocks and its path: the longest that is in no other, or of their stated number.
 
-    Raises
-    ------
-    ModelError
-        If there is none.
+    Raises ModelError if there is none.
     """
     get_decoder: Any = getattr(model, "get_decoder", lambda: model)
     decoder = get_decoder()

@@ -32,21 +32,11 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class CallForm:
-    """What a call returns and leaves in the containers that it was given.
+    """What a call returns and leaves in the containers that it was given."""
 
-    Attributes
-    ----------
-    spec : TreeSpec
-        Structure of both.
-    entries : tuple of (int or str, object)
-        Argument and key of each entry of a container that it changes.
-    leaves : tuple
-        Dtype and number of dimensions of each tensor; other values as they are.
-    """
-
-    spec: TreeSpec
-    entries: tuple[tuple[Key, Any], ...]
-    leaves: tuple[Any, ...]
+    spec: TreeSpec  # structure of both
+    entries: tuple[tuple[Key, Any], ...]  # argument and key of each entry of a container that it changes
+    leaves: tuple[Any, ...]  # dtype and number of dimensions of each tensor; other values as they are
 
     @classmethod
     def of(cls, output: Any, call: Call, entries: Sequence[tuple[Key, Any]]) -> CallForm:
@@ -86,29 +76,16 @@ class _TensorForm(NamedTuple):
 
 @dataclass
 class ForwardCalls:
-    """The calls of a model's forward, and which of their tensors are needed behind each.
+    """The calls of a model's forward, and which of their tensors are needed behind each."""
 
-    Attributes
-    ----------
-    front : list of torch.nn.Module
-        Modules before the blocks that read weights.
-    forms : list of CallForm
-        Of each call.
-    of_blocks : dict
-        Number of each block's call; blocks that the forward leaves out have none.
-    uses : list of set of Leaf
-        What each call reads of earlier ones; behind them stands what loss and logits are made of.
-    changed : set of Leaf
-        What the forward writes into later, outside of calls.
-    needed : dict
-        By the last call of each stage but the last, what goes on to the next.
-    """
-
-    front: list[nn.Module]
-    forms: list[CallForm] = field(default_factory=list)
+    front: list[nn.Module]  # modules before the blocks that read weights
+    forms: list[CallForm] = field(default_factory=list)  # of each call
+    # Number of each block's call; blocks that the forward leaves out have none.
     of_blocks: dict[int, int] = field(default_factory=dict)
+    # What each call reads of earlier ones; behind them stands what loss and logits are made of.
     uses: list[set[Leaf]] = field(default_factory=list)
-    changed: set[Leaf] = field(default_factory=set)
+    changed: set[Leaf] = field(default_factory=set)  # what the forward writes into later, outside of calls
+    # By the last call of each stage but the last, what goes on to the next.
     needed: dict[int, list[Leaf]] = field(default_factory=dict)
 
     @property
@@ -138,12 +115,8 @@ class ForwardCalls:
 class PassedTensors:
     """What the calls of one forward made that later stages need, and the shape of all that they made.
 
-    Parameters
-    ----------
-    boundaries : ForwardCalls
-        Of the model.
-    device : torch.device
-        Where the forward computes.
+    - `boundaries`: of the model.
+    - `device`: where the forward computes.
     """
 
     def __init__(self, boundaries: ForwardCalls, device: torch.device) -> None:
@@ -157,10 +130,7 @@ class PassedTensors:
     def received(cls, boundaries: ForwardCalls, block: int, data: Tensor) -> tuple[PassedTensors, int]:
         """Return what a message says that left the stage which ends behind `block`, and the bytes of the message.
 
-        Raises
-        ------
-        CodecError
-            If it has another length than its header says.
+        Raises CodecError if it has another length than its header says.
         """
         passed, end = cls(boundaries, data.device), boundaries.last_call(block)
         forms = [form.tensors for form in boundaries.forms[: end + 1]]

@@ -52,17 +52,10 @@ _LEAST_BYTES = 100_000
 class Corpus:
     """Prose and source code, by name.
 
-    Attributes
-    ----------
-    prose, code : tuple of (str, bytes)
-        Name and contents, sorted by name.
-
-    Raises
-    ------
-    DataError
-        If there is too little of either to learn from.
+    Raises DataError if there is too little of either to learn from.
     """
 
+    # prose, code: name and contents, sorted by name.
     prose: tuple[tuple[str, bytes], ...]
     code: tuple[tuple[str, bytes], ...]
 
@@ -90,10 +83,7 @@ class Corpus:
 def installed_corpus() -> Corpus:
     """Return the text of this Python installation.
 
-    Raises
-    ------
-    DataError
-        If it comes without its documentation or its source.
+    Raises DataError if it comes without its documentation or its source.
     """
     try:
         topics: Mapping[str, str] = importlib.import_module("pydoc_data.topics").topics
@@ -135,8 +125,6 @@ class TaskSizes:
 def write_task(corpus: Corpus, folder: Path, *, sizes: TaskSizes = TaskSizes(), seed: int = 0) -> None:
     """Write ``train.jsonl``, ``tuning.jsonl`` and ``validation.jsonl`` into `folder`.
 
-    Notes
-    -----
     Held-out text is cut into chunks, the chunks are dealt to the splits (60, 20 and 20 %), and windows are
     drawn inside chunks: no byte of validation stands in another split. Classes are balanced. Settings are to
     be chosen on ``tuning``, so that ``validation`` stays a fair judge.

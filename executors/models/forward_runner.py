@@ -33,12 +33,8 @@ def forward_runner_for(
 ) -> SegmentedModel:
     """Return what runs the forwards of `plan` on `model`.
 
-    Raises
-    ------
-    ModelError
-        If the model cannot be run so.
-    PlanError
-        If the device lacks what multiplies by the plan's quantized values.
+    Raises ModelError if the model cannot be run so.
+    Raises PlanError if the device lacks what multiplies by the plan's quantized values.
     """
     make_layers_quantizable(model, plan, device)
     if plan.perturbs_by_adapters:
@@ -67,10 +63,7 @@ def forward_runner_for(
 def _end_stages(model: SuspendedModel, plan: Plan) -> None:
     """Let stages of a suspended model end where the plan's do.
 
-    Raises
-    ------
-    ModelError
-        If a codec is to encode what they pass on, or it is not all that the next stage needs.
+    Raises ModelError if a codec is to encode what they pass on, or it is not all that the next stage needs.
     """
     if not plan.split_points:
         return

@@ -23,18 +23,10 @@ _NORMS_BEFORE = {
 
 
 class Halfway(NamedTuple):
-    """What passes from the front half of a block to the back half, each of shape (sequences, tokens, width).
+    """What passes from the front half of a block to the back half, each of shape (sequences, tokens, width)."""
 
-    Attributes
-    ----------
-    activation : torch.Tensor
-        Input of the MLP's second linear.
-    residual : torch.Tensor
-        What the MLP's output is added to.
-    """
-
-    activation: Tensor
-    residual: Tensor
+    activation: Tensor  # input of the MLP's second linear
+    residual: Tensor  # what the MLP's output is added to
 
 
 def as_tensor(handed: object) -> Tensor:
@@ -54,10 +46,7 @@ class _FrontIsDone(Exception):  # noqa: N818 - not an error: the front half is d
 class HalvedBlock:
     """Runs either half of one block.
 
-    Raises
-    ------
-    ModelError
-        If its MLP is none of those that are known.
+    Raises ModelError if its MLP is none of those that are known.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -110,10 +99,7 @@ class HalvedBlock:
     def check(self, rows: torch.Size, call: Call) -> Halfway:
         """Raise unless both halves together are the block, bit for bit; return what passes between them.
 
-        Raises
-        ------
-        ModelError
-            If they are not.
+        Raises ModelError if they are not.
         """
         output = self._block(*call[0], **call[1])
         whole = output[0] if isinstance(output, tuple) else output

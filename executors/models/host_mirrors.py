@@ -60,13 +60,8 @@ class _Mirror:
 class HostMirrors(TorchFunctionMode):
     """Answers questions about integers of a batch, and about integers computed from them, without waiting for the accelerator.
 
-    Parameters
-    ----------
-    known : iterable of (torch.Tensor, torch.Tensor)
-        Tensors of the accelerator, each with one of the host that holds the same.
+    `known`: tensors of the accelerator, each with one of the host that holds the same.
 
-    Notes
-    -----
     Of each integer or boolean tensor that known ones become while the mode is on, it notes how; only what a question
     depends on is ever computed on the host. A function that is not on its list leaves its result without a mirror,
     and a change of integers in place all tensors, since views share memory: then the device is asked as ever. On the meta
@@ -125,10 +120,7 @@ def host_mirrors(
 ) -> AbstractContextManager[Any]:
     """Answer questions about a batch on an accelerator from its tensors on the host; on a CPU do nothing.
 
-    Parameters
-    ----------
-    batch, host : mapping, optional
-        The batch's tensors there, and those of them that the host has.
+    `batch`, `host`: the batch's tensors there, and those of them that the host has.
     """
     if device.type == "cpu":
         return nullcontext()

@@ -19,18 +19,12 @@ from topology.errors import ModelError
 
 @dataclass
 class Increments:
-    """Low-rank increments of one matrix.
+    """Low-rank increments of one matrix."""
 
-    Attributes
-    ----------
-    lefts, rights : list of torch.Tensor
-        Factors ``A`` (rows, rank) and ``B`` (columns, rank) of each increment.
-    lost : float
-        Frobenius norm of all that compacting left out, at most: a sum over the times that it did.
-    """
-
+    # lefts, rights: factors `A` (rows, rank) and `B` (columns, rank) of each increment.
     lefts: list[Tensor] = field(default_factory=list)
     rights: list[Tensor] = field(default_factory=list)
+    # Frobenius norm of all that compacting left out, at most: a sum over the times that it did.
     lost: float = 0.0
 
     @property
@@ -54,10 +48,7 @@ class Increments:
     def joined(self, perturbed: tuple[Tensor, Tensor, float] | None = None) -> tuple[Tensor, Tensor]:
         """Return the factors of the sum of all increments, side by side.
 
-        Parameters
-        ----------
-        perturbed : tuple, optional
-            ``U``, ``V`` and what their product is multiplied by: the last increment, for as long as this is asked.
+        `perturbed`: ``U``, ``V`` and what their product is multiplied by: the last increment, for as long as this is asked.
         """
         lefts, rights = list(self.lefts), list(self.rights)
         if perturbed is not None:
@@ -70,13 +61,9 @@ class Increments:
     def compact(self, rank: int) -> None:
         """Replace all increments by one of at most `rank`: the nearest matrix of that rank, by singular values.
 
-        Notes
-        -----
         ``A = Qₐ·Rₐ`` and ``B = Q_b·R_b``, so that ``A·Bᵀ = Qₐ·(Rₐ·R_bᵀ)·Q_bᵀ``, and only the small matrix in the middle is taken
         apart. What is left out has the norm of the singular values left out.
 
-        References
-        ----------
         .. [1] C. Eckart, G. Young, "The Approximation of One Matrix by Another of Lower Rank", Psychometrika 1(3),
            1936.
         """
@@ -100,18 +87,10 @@ class Increments:
 
 @dataclass
 class AdapterState:
-    """Low-rank increments of the linears of a base.
+    """Low-rank increments of the linears of a base."""
 
-    Attributes
-    ----------
-    increments : mapping of str to Increments
-        By the name of the weight.
-    max_rank : int or None
-        Increments are compacted where new ones would let their rank pass it.
-    """
-
-    increments: dict[str, Increments] = field(default_factory=dict)
-    max_rank: int | None = None
+    increments: dict[str, Increments] = field(default_factory=dict)  # by the name of the weight
+    max_rank: int | None = None  # increments are compacted where new ones would let their rank pass it
 
     def add(self, name: str, left: Tensor, right: Tensor, factor: float) -> None:
         """Add ``factor·A·Bᵀ`` beside the weight called `name`."""
@@ -120,10 +99,7 @@ class AdapterState:
     def close(self, next_rank: int) -> None:
         """Compact finished increments so that others of `next_rank` together fit within the bound of the rank.
 
-        Raises
-        ------
-        ModelError
-            If these alone pass it.
+        Raises ModelError if these alone pass it.
         """
         if self.max_rank is None:
             return
@@ -157,15 +133,9 @@ class AdapterState:
     def save(self, model: nn.Module, directory: str | Path, facts: Mapping[str, str]) -> None:
         """Write the increments, joined, as PEFT reads an adapter.
 
-        Parameters
-        ----------
-        facts : mapping
-            What the file of weights says about itself, such as the number of steps and the base.
+        `facts`: what the file of weights says about itself, such as the number of steps and the base.
 
-        Raises
-        ------
-        ModelError
-            If a weight that has increments is no linear's.
+        Raises ModelError if a weight that has increments is no linear's.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         is_linear = {

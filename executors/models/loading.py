@@ -113,10 +113,7 @@ def load_model(
 def model_class(config: Any) -> Any:
     """Return transformers' class of the language model that a configuration describes.
 
-    Raises
-    ------
-    ModelError
-        If it describes none.
+    Raises ModelError if it describes none.
     """
     classes = _auto_class(config)._model_mapping
     if type(config) not in classes:
@@ -142,15 +139,9 @@ def _auto_class(config: Any) -> Any:
 def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:
     """Return the configuration of a model, as transformers knows it; of a model of texts and images, that of its text model.
 
-    Parameters
-    ----------
-    shipped : bool
-        Whether `source` may be a size that comes with zosim.
+    `shipped`: whether `source` may be a size that comes with zosim.
 
-    Raises
-    ------
-    ModelError
-        If there is no such model, or its configuration cannot be; the message names the field.
+    Raises ModelError if there is no such model, or its configuration cannot be; the message names the field.
     """
     import transformers
 
@@ -344,10 +335,7 @@ def _refuse_too_large(source: str | Path, skeleton: nn.Module) -> None:
 def _check_weights(directory: Path, names: set[str]) -> None:
     """Raise for weight files that cannot be read, before transformers maps them.
 
-    Raises
-    ------
-    ModelError
-        If there are none, they are pickled, an index names what is not there, or a header is damaged.
+    Raises ModelError if there are none, they are pickled, an index names what is not there, or a header is damaged.
     """
     files = _weight_files(directory)
     for path in files:
@@ -368,10 +356,7 @@ def _check_weights(directory: Path, names: set[str]) -> None:
 def opened_weights(directory: Path, weights_name: str = WEIGHTS_NAME) -> dict[str, Tensor]:
     """Return the tensors of a directory by name, memory-mapped: what is not read takes no memory.
 
-    Raises
-    ------
-    ModelError
-        If there are none, or a file is damaged.
+    Raises ModelError if there are none, or a file is damaged.
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(directory, weights_name):

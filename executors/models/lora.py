@@ -53,25 +53,14 @@ def attach_lora(
 ) -> None:
     """Freeze a model, and add ``α/r · B A x`` beside each linear of its blocks that `lora` names.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Changed in place. Adapters are called ``lora_A`` and ``lora_B`` under the linear that they stand beside.
-    lora : LoRA
-        Rank, names of the linears, ``α``, and the seed of ``A``, which is uniform as torch's linear layers are; ``B``
-        starts at zero.
-    dtype : torch.dtype, optional
-        Of the adapters; by default that of the linear that each stands beside.
-    quant_config : QuantConfig, optional
-        How linear layers are kept, and with them perhaps the adapters.
+    - `model`: changed in place. Adapters are called ``lora_A`` and ``lora_B`` under the linear that they stand beside.
+    - `lora`: rank, names of the linears, ``α``, and the seed of ``A``, which is uniform as torch's linear layers are; ``B``
+      starts at zero.
+    - `dtype`: of the adapters; by default that of the linear that each stands beside.
+    - `quant_config`: how linear layers are kept, and with them perhaps the adapters.
 
-    Raises
-    ------
-    ModelError
-        If the model has no linear of a name that is asked for.
+    Raises ModelError if the model has no linear of a name that is asked for.
 
-    References
-    ----------
     .. [1] E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, arXiv:2106.09685, equation 3.
     """
     linears = list(block_linears(model))

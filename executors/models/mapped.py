@@ -42,12 +42,8 @@ def load_weights(
 ) -> nn.Module:
     """Return a model with its base weights as a run begins with them: in the plan's format, quantized, or mapped in their own.
 
-    Parameters
-    ----------
-    is_mapped : bool
-        Whether weights may stay in their files until they move.
-    random_weights, allow_download
-        As of :func:`executors.models.loading.load_model`.
+    - `is_mapped`: whether weights may stay in their files until they move.
+    - `random_weights`, `allow_download`: as of :func:`executors.models.loading.load_model`.
     """
     if not random_weights and stored_quantization_in(source) is not None:
         return load_quantized(source, plan)
@@ -94,10 +90,7 @@ def own_format(source: str | Path) -> DType | None:
 def digest_of_files(source: str | Path, dtype: str | None = None) -> str | None:
     """Return the digest of the weights in a directory, read in `dtype` (by default their own); None where there are none to read.
 
-    Raises
-    ------
-    ModelError
-        If the weights cannot be read.
+    Raises ModelError if the weights cannot be read.
     """
     if not (Path(source).is_dir() and any(Path(source).glob("*.safetensors"))):
         return None

@@ -65,14 +65,9 @@ Objective = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class TextObjective:
-    """An objective of generated text, which takes further forwards at the same weights.
+    """An objective of generated text, which takes further forwards at the same weights."""
 
-    Attributes
-    ----------
-    cost : callable
-        Takes the model, and logits and batch as an objective does; returns a finite number.
-    """
-
+    # Takes the model, and logits and batch as an objective does; returns a finite number.
     cost: Callable[[nn.Module, Tensor, Batch], float]
 
 
@@ -90,25 +85,14 @@ def _concerns_a_user(record: logging.LogRecord) -> bool:
 class SegmentedModel:
     """A model that runs segment by segment.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A transformers language model, causal or masked, that is one ordered list of blocks.
-    loss_dtype : str
-        ``"model"`` for the model's own loss, ``"fp64"`` for the same loss over logits widened to float64.
-    loss_chunk_tokens : int, optional
-        Tokens whose logits are alive at once. The loss is then summed over chunks, which rounds differently.
-    autocast_dtype : torch.dtype, optional
-        Format of matrix products, where it differs from that of the weights.
-    objective : callable or TextObjective, optional
-        Takes the place of the loss; it need not be differentiable.
-    split_blocks : tuple of int
-        Blocks that are two segments, split at the input of the MLP's second linear.
+    - `model`: a transformers language model, causal or masked, that is one ordered list of blocks.
+    - `loss_dtype`: ``"model"`` for the model's own loss, ``"fp64"`` for the same loss over logits widened to float64.
+    - `loss_chunk_tokens`: tokens whose logits are alive at once. The loss is then summed over chunks, which rounds differently.
+    - `autocast_dtype`: format of matrix products, where it differs from that of the weights.
+    - `objective`: takes the place of the loss; it need not be differentiable.
+    - `split_blocks`: blocks that are two segments, split at the input of the MLP's second linear.
 
-    Raises
-    ------
-    ModelError
-        If the model cannot be split; the message says why.
+    Raises ModelError if the model cannot be split; the message says why.
 
     Attributes
     ----------
@@ -172,11 +156,7 @@ class SegmentedModel:
     def embed(self, batch: Batch, cache: StepCache) -> Handed:
         """Return the first block's input, and fill `cache` with what the blocks are called with.
 
-        Parameters
-        ----------
-        cache : StepCache
-            Filled at the first call of a step; both signs share it, since masks and positions do not depend
-            on the weights.
+        `cache`: filled at the first call of a step; both signs share it, since masks and positions do not depend on the weights.
 
         Returns
         -------
@@ -358,12 +338,8 @@ class SegmentedModel:
     def gathered_rows(self, tensor: NamedTensor, rows: Tensor, positions: Tensor) -> Iterator[None]:
         """Let the token embedding read `rows` at `positions` in place of its table at the token numbers.
 
-        Parameters
-        ----------
-        rows : torch.Tensor
-            Shape (distinct tokens, embedding width).
-        positions : torch.Tensor
-            Row of each token of the batch, in the batch's shape.
+        - `rows`: shape (distinct tokens, embedding width).
+        - `positions`: row of each token of the batch, in the batch's shape.
         """
         module = self.embedding
         if module.weight is not tensor.parameter:
@@ -414,10 +390,7 @@ class SegmentedModel:
     def tensors_of(self, group: str) -> tuple[NamedTensor, ...]:
         """Return the parameters of a group in registration order.
 
-        Raises
-        ------
-        ModelError
-            If the model has no such group.
+        Raises ModelError if the model has no such group.
         """
         try:
             return self._tensors_of[group]
@@ -439,10 +412,7 @@ class SegmentedModel:
     def _try(self) -> dict[str, tuple[str, ...]]:
         """Try the segments on a few tokens, and return which of them read each parameter.
 
-        Raises
-        ------
-        UnsplitError
-            If they are not what the model's forward computes.
+        Raises UnsplitError if they are not what the model's forward computes.
         """
         batch = self._few_tokens()
         before: set[int] = set()
@@ -548,13 +518,7 @@ FAILURES = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, Ar
 
 
 class UnsplitModel(SegmentedModel):
-    """A model whose blocks cannot be run by themselves: its head segment is all of it.
-
-    Parameters
-    ----------
-    reason : UnsplitError
-        Why not.
-    """
+    """A model whose blocks cannot be run by themselves: its head segment is all of it (`reason`: why not)."""
 
     def __init__(self, model: nn.Module, reason: UnsplitError, **options: Any) -> None:
         if options.get("split_blocks") or options.get("loss_chunk_tokens"):
@@ -604,10 +568,7 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids")
 class SuspendedModel(UnsplitModel):
     """A model whose own forward is suspended at each of its blocks, which may be called in any way, once each and in order.
 
-    Parameters
-    ----------
-    reason : UnsplitError
-        Why its blocks cannot be run without it.
+    `reason`: why its blocks cannot be run without it.
     """
 
     boundaries: ForwardCalls | None = None
@@ -621,10 +582,7 @@ class SuspendedModel(UnsplitModel):
     ) -> Iterator[Handed]:
         """Yield the forwards that another stage left behind `block`, suspended there, of each part of a message.
 
-        Raises
-        ------
-        CodecError
-            If the message has another length.
+        Raises CodecError if the message has another length.
         """
         assert self.boundaries is not None
         for batch, cache in batches:
@@ -650,10 +608,7 @@ class SuspendedModel(UnsplitModel):
     def end_stages_at(self, blocks: Sequence[int]) -> None:
         """Let stages end behind these blocks, and try it.
 
-        Raises
-        ------
-        UnsplitError
-            If what a stage passes on is not all that the next needs.
+        Raises UnsplitError if what a stage passes on is not all that the next needs.
         """
         batch = self._few_tokens()
         try:
@@ -782,13 +737,7 @@ class SuspendedModel(UnsplitModel):
 
 
 def in_segments(model: nn.Module, **options: Any) -> SegmentedModel:
-    """Return a model in segments; in one, where its blocks cannot be run by themselves.
-
-    Parameters
-    ----------
-    **options
-        As of :class:`SegmentedModel`.
-    """
+    """Return a model in segments; in one, where its blocks cannot be run by themselves (`**options`: as of :class:`SegmentedModel`)."""
     try:
         return SegmentedModel(model, **options)
     except UnsplitError as error:

@@ -34,23 +34,15 @@ _BUCKET = 8
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Runs of similar length, whose attention is one call.
+    """Runs of similar length, whose attention is one call."""
 
-    Attributes
-    ----------
-    queries, keys : LongTensor (runs * most tokens,)
-        Places in the row, those of shorter runs filled up.
-    mask : BoolTensor (runs, 1, queries, keys) or None
-        What sees what; None where every run begins a sequence: then a token sees those before it, and filling lies behind all.
-    kept : LongTensor or None
-        Of the queries, those that are no filling; None for all.
-    """
-
+    # queries, keys: places in the row, those of shorter runs filled up.
     queries: Tensor
     keys: Tensor
     num_runs: int
+    # What sees what; None where every run begins a sequence: then a token sees those before it, and filling lies behind all.
     mask: Tensor | None
-    kept: Tensor | None
+    kept: Tensor | None  # of the queries, those that are no filling; None for all
 
 
 @dataclass(frozen=True)
@@ -60,21 +52,15 @@ class Packing:
     Attributes
     ----------
     tokens, positions : LongTensor (1, places)
-    predictors : LongTensor (labels,)
-        Place of the token that predicts each label.
-    num_padded : int
-        Tokens of the batch as it came, padding among them.
-    on_host : mapping
-        ``input_ids``, ``position_ids`` and ``predictors`` on the host.
     """
 
     tokens: Tensor
     positions: Tensor
     groups: tuple[AttentionGroup, ...]
-    predictors: Tensor
+    predictors: Tensor  # place of the token that predicts each label
     targets: Tensor
-    num_padded: int
-    on_host: Mapping[str, Tensor]
+    num_padded: int  # tokens of the batch as it came, padding among them
+    on_host: Mapping[str, Tensor]  # `input_ids`, `position_ids` and `predictors` on the host
 
     @property
     def num_tokens(self) -> int:
@@ -185,22 +171,13 @@ def pack(
 ) -> Packing:
     """Pack a batch.
 
-    Parameters
-    ----------
-    batch : mapping
-        ``input_ids`` and ``labels`` of shape (sequences, tokens), and perhaps an ``attention_mask`` of ones, then zeros. Of
-        tensors on an accelerator the numbers are waited for.
-    least_saved : float
-        What a common beginning must save to be computed once, as in :data:`LEAST_SAVED`.
-    bucket : int
-        Runs whose lengths differ by less share a call of attention.
-    device : torch.device, optional
-        Where the packing is to be; by default where the batch is.
+    - `batch`: ``input_ids`` and ``labels`` of shape (sequences, tokens), and perhaps an ``attention_mask`` of ones, then zeros.
+      Of tensors on an accelerator the numbers are waited for.
+    - `least_saved`: what a common beginning must save to be computed once, as in :data:`LEAST_SAVED`.
+    - `bucket`: runs whose lengths differ by less share a call of attention.
+    - `device`: where the packing is to be; by default where the batch is.
 
-    Raises
-    ------
-    DataError
-        If a sequence is padded on the left, or nothing is asked for.
+    Raises DataError if a sequence is padded on the left, or nothing is asked for.
     """
     device = device or batch["input_ids"].device
     tokens, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -350,12 +327,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return the attention of packed sequences, as transformers calls it.
 
-    Parameters
-    ----------
-    query, key, value : torch.Tensor
-        Shape (points, heads, places, width).
-    attention_mask : None
-        The packing says what sees what.
+    - `query`, `key`, `value`: shape (points, heads, places, width).
+    - `attention_mask`: the packing says what sees what.
 
     Returns
     -------

@@ -33,25 +33,14 @@ def decays(name: str) -> bool:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """One stored parameter.
+    """One stored parameter."""
 
-    Attributes
-    ----------
-    name : str
-        As ``named_parameters()`` spells it; a tied parameter under its first name.
-    shape : torch.Size
-        The parameter's, also while it has no memory.
-    index : int
-        Position among all trainable parameters, or -1 where it is frozen.
-    layer : QuantizedLinear or None
-        Where the parameter may be quantized, the layer whose weight it is; of several the first.
-    """
-
-    name: str
+    name: str  # as `named_parameters()` spells it; a tied parameter under its first name
     parameter: nn.Parameter
-    shape: torch.Size
-    index: int
+    shape: torch.Size  # the parameter's, also while it has no memory
+    index: int  # position among all trainable parameters, or -1 where it is frozen
     decays: bool
+    # Where the parameter may be quantized, the layer whose weight it is; of several the first.
     layer: QuantizedLinear | None = None
 
     @property
@@ -150,10 +139,7 @@ def stored_parameters(model: nn.Module) -> Iterator[NamedTensor]:
 def named_tensors(model: nn.Module) -> tuple[NamedTensor, ...]:
     """Return a model's parameters in registration order.
 
-    Raises
-    ------
-    ModelError
-        If none is trainable.
+    Raises ModelError if none is trainable.
     """
     tensors = tuple(stored_parameters(model))
     if not any(tensor.trainable for tensor in tensors):

@@ -29,21 +29,12 @@ _TENSOR_NAMES = ("prefix_keys", "prefix_values")
 def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
     """Freeze a model, and put a prefix before the keys and values of each of its blocks.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Changed in place, its weights on the CPU. Each attention module gets ``prefix_keys`` and ``prefix_values``
-        of shape (virtual tokens, key-value heads · head width), in its own format.
-    prefix : Prefix
-        How many tokens, and the seed of those whose keys and values they begin as.
+    - `model`: changed in place, its weights on the CPU. Each attention module gets ``prefix_keys`` and ``prefix_values`` of shape
+      (virtual tokens, key-value heads · head width), in its own format.
+    - `prefix`: how many tokens, and the seed of those whose keys and values they begin as.
 
-    Raises
-    ------
-    ModelError
-        If the model cannot read so many tokens at once, or its blocks do not have one attention each.
+    Raises ModelError if the model cannot read so many tokens at once, or its blocks do not have one attention each.
 
-    References
-    ----------
     .. [1] X. Li, P. Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation", 2021, arXiv:2101.00190.
     .. [2] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
        appendix. A prefix begins as keys and values of real tokens.
@@ -71,10 +62,7 @@ def attach_prefix(model: nn.Module, prefix: Prefix) -> None:
 def load_prefix(model: nn.Module, directory: str | Path) -> None:
     """Freeze a model, and give it the prefix that :func:`save_prefix` wrote.
 
-    Raises
-    ------
-    ModelError
-        If there is none, or it is another model's.
+    Raises ModelError if there is none, or it is another model's.
     """
     import safetensors
     from safetensors.torch import load_file

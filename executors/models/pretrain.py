@@ -47,33 +47,22 @@ OnStep = Callable[[int, float], None]
 class Recipe:
     """Everything that decides the pretrained weights, given the Python installation.
 
-    Attributes
-    ----------
-    num_blocks, hidden_size, max_positions : int
-        Shape; heads are 32 wide, the MLP four times as wide as the model, embeddings tied.
-    num_steps, batch, seq : int
-        AdamW steps, sequences per step and bytes per sequence; half of them prose, half code.
-    learning_rate : float
-        Largest rate, after `warmup_steps` and before a linear decay to zero.
-    dtype : str
-        ``"float32"``, or ``"bfloat16"`` for autocast, which pays from about 256 wide on. Weights are float32.
-
-    Raises
-    ------
-    ModelError
-        If a size is out of range.
+    Raises ModelError if a size is out of range.
     """
 
+    # num_blocks, hidden_size, max_positions: shape; heads are 32 wide, the MLP four times as wide as the model, embeddings tied.
     num_blocks: int = 4
     hidden_size: int = 128
     max_positions: int = 256
+    # num_steps, batch, seq: AdamW steps, sequences per step and bytes per sequence; half of them prose, half code.
     num_steps: int = 600
     batch: int = 16
     seq: int = 128
-    learning_rate: float = 3e-3
+    learning_rate: float = 3e-3  # largest rate, after `warmup_steps` and before a linear decay to zero
     warmup_steps: int = 50
     weight_decay: float = 0.01
     seed: int = 0
+    # `"float32"`, or `"bfloat16"` for autocast, which pays from about 256 wide on. Weights are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
@@ -105,42 +94,26 @@ _HEAD_WIDTH = 32
 
 @dataclass(frozen=True, slots=True)
 class TaskSettings:
-    """Settings of a MeZO run that moves the default recipe's model on the task, chosen on its tuning split.
-
-    Attributes
-    ----------
-    batch, num_steps : int
-        800 steps of the literal loop took 80 s with one thread of a shared two-core machine.
-    """
+    """Settings of a MeZO run that moves the default recipe's model on the task, chosen on its tuning split."""
 
     learning_rate: float = 5e-5
     epsilon: float = 1e-3
+    # batch, num_steps: 800 steps of the literal loop took 80 s with one thread of a shared two-core machine.
     batch: int = 16
     num_steps: int = 800
 
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
-    """A pretrained model and the task that goes with it.
+    """A pretrained model and the task that goes with it."""
 
-    Attributes
-    ----------
-    model : Path
-        Hugging Face directory: ``config.json``, ``model.safetensors``, the tokenizer's files.
-    train, tuning, validation : Path
-        JSON lines of the task "documentation or code?". Settings are chosen on `tuning` alone.
-    bits_per_byte : float
-        Loss on held-out text, prose and code in equal parts.
-    seconds : float
-        What pretraining took when it was done.
-    """
-
-    model: Path
+    model: Path  # Hugging Face directory: `config.json`, `model.safetensors`, the tokenizer's files
+    # train, tuning, validation: JSON lines of the task "documentation or code?". Settings are chosen on `tuning` alone.
     train: Path
     tuning: Path
     validation: Path
-    bits_per_byte: float
-    seconds: float
+    bits_per_byte: float  # loss on held-out text, prose and code in equal parts
+    seconds: float  # what pretraining took when it was done
 
 
 def pretrained_model(
@@ -148,22 +121,12 @@ def pretrained_model(
 ) -> Pretrained:
     """Return the model of `recipe`: from the cache if it is intact, else from the package, else pretrained now.
 
-    Parameters
-    ----------
-    cache : Path, optional
-        Where models are kept; by default ``$ZOSIM_CACHE_DIR`` or the user's cache directory.
-    on_step : callable, optional
-        Called with the progress, only while pretraining. :func:`progress_bar` makes one that draws.
+    - `cache`: where models are kept; by default ``$ZOSIM_CACHE_DIR`` or the user's cache directory.
+    - `on_step`: called with the progress, only while pretraining. :func:`progress_bar` makes one that draws.
 
-    Raises
-    ------
-    DataError
-        If this Python has not the text to learn from.
-    ModelError
-        If the cache cannot be written.
+    Raises DataError if this Python has not the text to learn from.
+    Raises ModelError if the cache cannot be written.
 
-    Notes
-    -----
     Several processes may ask at once: one pretrains, the others wait for it. A model is moved into place when
     all its files are written, and every file is checked against its digest before it is used; a damaged one
     is made again.

@@ -52,10 +52,7 @@ _CHUNK_ELEMENTS = 1 << 20
 def make_layers_quantizable(model: nn.Module, plan: Plan, device: torch.device | None = None) -> None:
     """Let the layers of a model take quantized weights, if the plan stores any; on a device, multiply by them as it says.
 
-    Raises
-    ------
-    PlanError
-        If the device lacks what multiplies by them.
+    Raises PlanError if the device lacks what multiplies by them.
     """
     if (quant_config := plan.storage.quant_config) is None:
         return
@@ -89,15 +86,10 @@ def encode(model: nn.Module, low_bits: LowBits, dtype: DType) -> None:
 def load_quantized(source: str | Path, plan: Plan) -> nn.Module:
     """Return a model whose layers hold the quantized values of a directory that is quantized already.
 
-    Parameters
-    ----------
-    plan : Plan
-        With the quantized values that the directory holds. What is not quantized is in its format.
+    `plan`: with the quantized values that the directory holds. What is not quantized is in its format.
 
-    Raises
-    ------
-    ModelError
-        If the plan has other quantized values, or a tensor is missing, of another shape or format, or holds scales that are none.
+    Raises ModelError if the plan has other quantized values, or a tensor is missing, of another shape or format, or holds scales that are
+    none.
     """
     directory, quant_config = Path(source), plan.storage.quant_config
     stored = stored_quantization_in(directory)
@@ -181,18 +173,12 @@ def _refuse_quantized_elsewhere(source: str | Path, names: Mapping[str, Tensor])
 
 @dataclass(frozen=True)
 class _Files:
-    """The tensors of a directory, as the layers that they belong to.
-
-    Attributes
-    ----------
-    tensors : mapping of str to torch.Tensor
-        Mapped from their files.
-    """
+    """The tensors of a directory, as the layers that they belong to."""
 
     directory: Path
     layout: Layout
     quant_config: QuantConfig
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # mapped from their files
 
     def is_quantized(self, layer: str) -> bool:
         """Whether a layer's weight is quantized."""
@@ -231,10 +217,7 @@ class _Files:
     def tensor(self, layer: str, part: str) -> Tensor:
         """Return a tensor of a layer.
 
-        Raises
-        ------
-        ModelError
-            If it is missing.
+        Raises ModelError if it is missing.
         """
         try:
             return self.tensors[f"{layer}.{part}"]
@@ -247,10 +230,8 @@ class _Files:
     def read(self, layer: str, shape: tuple[int, int]) -> QuantizedTensor:
         """Return a weight: its quantized values and scales, and nothing of it as floating-point numbers.
 
-        Raises
-        ------
-        ModelError
-            If a scale is zero, negative or no number, or is none in the format of the plan's weights, or a quantized value is none.
+        Raises ModelError if a scale is zero, negative or no number, or is none in the format of the plan's weights, or a quantized value is
+        none.
         """
         if self.layout == "zosim":
             return self._own(layer, torch.Size(shape))
@@ -346,15 +327,9 @@ class _Files:
 def save_quantized(model: nn.Module, directory: str | Path, dtype: str) -> None:
     """Write a directory that transformers loads with compressed-tensors: quantized values as they are, and configuration.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Its blocks' linear layers are quantized, and no other ones.
-    dtype : str
-        Format of what is not quantized.
+    - `model`: its blocks' linear layers are quantized, and no other ones.
+    - `dtype`: format of what is not quantized.
 
-    Notes
-    -----
     A layer is packed when it is written. Integers of 8 bits, those with a zero point, and e4m3 lie in a byte each; other integers
     side by side in words.
     """
@@ -386,13 +361,8 @@ def save_quantized(model: nn.Module, directory: str | Path, dtype: str) -> None:
 def save_own(model: nn.Module, directory: str | Path, dtype: str) -> None:
     """Write a directory that zosim alone reads: quantized values of any format, in the tensors that they are in memory.
 
-    Parameters
-    ----------
-    model, directory, dtype
-        As of :func:`save_quantized`.
+    `model`, `directory`, `dtype`: as of :func:`save_quantized`.
 
-    Notes
-    -----
     Rows are output channels, also where the model keeps a layer transposed. Of each weight there are the tensors of
     :func:`executors.low_bits.quantized.shapes_of`, their suffixes behind its name. Quantized values of less than a byte share one, the
     lowest bits the first part of a row.
@@ -568,12 +538,8 @@ def _scales_shape(files: _Files, linear: tuple[int, int]) -> tuple[int, int]:
 def _unpacked(words: Tensor, bits: int, num: int, *, shift: bool = False) -> Tensor:
     """Return the first `num` quantized values of every row of 32-bit words, which lie one after the other without gaps, as uint8.
 
-    Parameters
-    ----------
-    words : torch.Tensor
-        int32, shape (rows, words).
-    shift : bool
-        Whether quantized values count from the lowest number, and are wanted in two's complement.
+    - `words`: int32, shape (rows, words).
+    - `shift`: whether quantized values count from the lowest number, and are wanted in two's complement.
     """
     rows = words.shape[0]
     starts = torch.arange(num) * bits

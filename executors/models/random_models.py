@@ -22,13 +22,9 @@ def random_model(
 ) -> nn.Module:
     """Return a model with random weights, always the same for one shape.
 
-    Parameters
-    ----------
-    family : {"opt", "gpt2", "llama"}
-        MLPs are four times as wide as the hidden state; Llama's gated ones 8/3 times, and several of
-        its heads share keys and values: two where they are even in number.
-    tied : bool
-        Whether the head reads the table of embeddings.
+    - `family`: MLPs are four times as wide as the hidden state; Llama's gated ones 8/3 times, and several of its heads share keys
+      and values: two where they are even in number.
+    - `tied`: whether the head reads the table of embeddings.
     """
     import transformers
 

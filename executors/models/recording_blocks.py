@@ -33,23 +33,14 @@ Answer = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass
 class StepCache:
-    """What a step's segments share that does not depend on the weights.
+    """What a step's segments share that does not depend on the weights."""
 
-    Attributes
-    ----------
-    calls : list
-        What the blocks are called with beside the states, recorded by the embed segment.
-    packing : Packing or None
-        The batch as one row of tokens, where it is packed.
-    host : mapping
-        The batch's tensors on the host, where segments run elsewhere.
-    placed : dict
-        Of tensors that blocks are called with, by identity: where graphs find their numbers.
-    """
-
+    # What the blocks are called with beside the states, recorded by the embed segment.
     calls: Calls = field(default_factory=list)
-    packing: Packing | None = None
+    packing: Packing | None = None  # the batch as one row of tokens, where it is packed
+    # The batch's tensors on the host, where segments run elsewhere.
     host: Mapping[str, Tensor] = field(default_factory=dict)
+    # Of tensors that blocks are called with, by identity: where graphs find their numbers.
     placed: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -76,17 +67,14 @@ class _StandIn(nn.Module):
 class BlockStandIns:
     """Modules that take the places of a model's blocks for a while.
 
+    Raises UnsplitError if it has no list of blocks.
+
     Attributes
     ----------
     path : str
         Path of the list of blocks in the model.
     blocks : list of torch.nn.Module
         The blocks themselves.
-
-    Raises
-    ------
-    UnsplitError
-        If it has no list of blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,10 +107,9 @@ class BlockStandIns:
 class RecordedBlocks(BlockStandIns):
     """The list of a model's blocks, and how the model's forward calls them.
 
-    Parameters
-    ----------
-    run : callable
-        Runs the model's forward on a few tokens.
+    `run`: runs the model's forward on a few tokens.
+
+    Raises UnsplitError if the forward does more between blocks than to hand on the one tensor that they return.
 
     Attributes
     ----------
@@ -130,11 +117,6 @@ class RecordedBlocks(BlockStandIns):
         Of a block's arguments, the state.
     entered_head : bool
         Whether the present forward is past the blocks.
-
-    Raises
-    ------
-    UnsplitError
-        If the forward does more between blocks than to hand on the one tensor that they return.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
@@ -151,10 +133,7 @@ class RecordedBlocks(BlockStandIns):
     def recording(self, calls: Calls, *, losing: bool = False) -> Iterator[None]:
         """Add to `calls` what blocks are called with, states and all, for the length of the model's forward, which ends behind them.
 
-        Parameters
-        ----------
-        losing : bool
-            Whether blocks return NaNs, to show what is made of what they return.
+        `losing`: whether blocks return NaNs, to show what is made of what they return.
         """
 
         def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,68 +20,43 @@ from topology.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class BlockRouting:
-    """Visits of one block's experts.
-
-    Attributes
-    ----------
-    largest_share, smallest_share : float
-        Of the visits, those of the expert that gets the most and of the one that gets the fewest.
-    fullest : float
-        Tokens of a batch that visited the expert which most of them did; mean over batches.
-    visited : float
-        Experts that a batch visited; mean over batches.
-    predicted, predicted_error : float
-        Experts that as many independent tokens are expected to visit, and the standard error that comes of the sample.
-    uploads, most_uploads : float
-        Of the experts beside the quarter that is visited the most, those that a batch is expected to need, and the most it can.
-    """
+    """Visits of one block's experts."""
 
     block: int
+    # largest_share, smallest_share: of the visits, those of the expert that gets the most and of the one that gets the fewest.
     largest_share: float
     smallest_share: float
-    fullest: float
-    visited: float
+    fullest: float  # tokens of a batch that visited the expert which most of them did; mean over batches
+    visited: float  # experts that a batch visited; mean over batches
+    # predicted, predicted_error: experts that as many independent tokens are expected to visit, and the standard error that comes of
+    # the sample.
     predicted: float
     predicted_error: float
+    # uploads, most_uploads: of the experts beside the quarter that is visited the most, those that a batch is expected to need, and the
+    # most it can.
     uploads: float
     most_uploads: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """Routing of a mixture of experts on some data.
+    """Routing of a mixture of experts on some data."""
 
-    Attributes
-    ----------
-    num_sequences, num_tokens : int
-        Sequences that were watched, and tokens of a batch, padding included: it is routed, too.
-    num_resident : int
-        Experts of a block that `uploads` takes to be on the device.
-    """
-
+    # num_sequences, num_tokens: sequences that were watched, and tokens of a batch, padding included: it is routed, too.
     num_sequences: int
     num_tokens: int
-    num_resident: int
+    num_resident: int  # experts of a block that `uploads` takes to be on the device
     blocks: list[BlockRouting]
 
 
 def measure_routing(model: nn.Module, batches: Sequence[Batch]) -> tuple[ModelSpec, RoutingReport]:
     """Return a mixture's specification with the measured shares of its experts, and a report of them.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A language model whose blocks have experts.
-    batches : sequence of mapping
-        Batches of the data.
+    - `model`: a language model whose blocks have experts.
+    - `batches`: batches of the data.
 
-    Raises
-    ------
-    ModelError
-        If the model has no experts, or its code does not tell their modules which tokens visit them.
+    Raises ModelError if the model has no experts, or its code does not tell their modules which tokens visit them.
 
-    Notes
-    -----
     Tokens of one sequence choose alike, so the errors of shares are those of a mean over sequences, not over tokens.
     """
     spec = spec_of_model(model)

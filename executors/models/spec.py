@@ -113,15 +113,9 @@ def _shapes_alone(_module: nn.Module, query: Tensor, *_args: Any, **_kwargs: Any
 def without_weights(source: str) -> nn.Module:
     """Return a model of which only the configuration is read, without memory.
 
-    Parameters
-    ----------
-    source : str
-        A ``config.json``, a directory that holds one, or a name that transformers knows.
+    `source`: a ``config.json``, a directory that holds one, or a name that transformers knows.
 
-    Raises
-    ------
-    ModelError
-        If there is no such configuration.
+    Raises ModelError if there is no such configuration.
     """
     config = load_config(source, shipped=True)
     with quietly_loading(source), torch.device("meta"):

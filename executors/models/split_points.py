@@ -27,16 +27,10 @@ Change = Callable[[BoundaryTensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, order=True)
 class SplitPoint:
-    """A stage boundary.
-
-    Attributes
-    ----------
-    inside : bool
-        Within the block, or after it.
-    """
+    """A stage boundary."""
 
     block: int
-    inside: bool = False
+    inside: bool = False  # within the block, or after it
 
     @property
     def name(self) -> str:
@@ -52,10 +46,7 @@ def split_points_of(model: SegmentedModel) -> tuple[SplitPoint, ...]:
 def boundary_tensors(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, dict[BoundaryTensor, Tensor]]:
     """Return copies of the tensors that cross each boundary, in the model's format.
 
-    Raises
-    ------
-    ModelError
-        If a block's MLP is none of those that are known.
+    Raises ModelError if a block's MLP is none of those that are known.
     """
     tensors: dict[SplitPoint, dict[BoundaryTensor, Tensor]] = {}
 
@@ -75,10 +66,7 @@ def boundary_tensors(model: SegmentedModel, batch: Batch) -> dict[SplitPoint, di
 def loss_through(model: SegmentedModel, batch: Batch, changes: Mapping[SplitPoint, Change]) -> Tensor:
     """Return the loss of a forward in which every split point in `changes` changes what crosses it.
 
-    Raises
-    ------
-    ModelError
-        If the MLP of a block that is split is none of those that are known.
+    Raises ModelError if the MLP of a block that is split is none of those that are known.
     """
     cache = StepCache()
     hidden = as_tensor(model.embed(batch, cache))

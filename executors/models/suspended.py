@@ -26,19 +26,11 @@ from executors.models.recording_blocks import BlockStandIns, Call, Stop
 class SuspendedForward:
     """A forward that goes on as its blocks are run, one after the other.
 
-    Parameters
-    ----------
-    stand_ins : BlockStandIns
-        Of the model.
-    forward : callable
-        Runs it.
-    device : torch.device
-        Where it computes.
-    passed : PassedTensors, optional
-        What goes from stage to stage, where there are several.
+    - `stand_ins`: of the model.
+    - `forward`: runs it.
+    - `device`: where it computes.
+    - `passed`: what goes from stage to stage, where there are several.
 
-    Notes
-    -----
     The thread and its caller never run at the same time. A forward that nobody holds any longer ends.
     """
 

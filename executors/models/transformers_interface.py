@@ -34,10 +34,7 @@ def cached_states(model: Any, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
 class AttentionArguments:
     """The names under which an attention module takes its arguments.
 
-    Raises
-    ------
-    ModelError
-        If it takes a cache under no name that is known: one that it does not know would be ignored.
+    Raises ModelError if it takes a cache under no name that is known: one that it does not know would be ignored.
     """
 
     def __init__(self, attention: nn.Module) -> None:

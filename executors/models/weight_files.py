@@ -27,14 +27,9 @@ def weights_digest(
 ) -> str:
     """Return a hash over names, formats, shapes and bits of all parameters, in registration order.
 
-    Parameters
-    ----------
-    dtype : str, optional
-        Format to read numbers in; by default their own. Other parameters are read as the tensors that they are stored as.
-    trainable_only : bool
-        Leave frozen parameters out.
-    base_only : bool
-        Leave adapters out.
+    - `dtype`: format to read numbers in; by default their own. Other parameters are read as the tensors that they are stored as.
+    - `trainable_only`: leave frozen parameters out.
+    - `base_only`: leave adapters out.
     """
     digest, wanted = hashlib.blake2b(digest_size=16), TORCH_DTYPES[dtype] if dtype else None
     for tensor in stored_parameters(model):
@@ -67,19 +62,11 @@ def save_weights(
 ) -> None:
     """Write a model's parameters as safetensors under their names, a tied one once.
 
-    Parameters
-    ----------
-    path : path
-        Replaced only when everything has been written.
-    dtype : str, optional
-        Format to write floating-point tensors in; by default their own.
-    metadata : mapping, optional
-        What to say about the weights in the file.
-    trainable_only : bool
-        Leave frozen parameters and buffers out, and write the tensors that others are stored as; else numbers.
+    - `path`: replaced only when everything has been written.
+    - `dtype`: format to write floating-point tensors in; by default their own.
+    - `metadata`: what to say about the weights in the file.
+    - `trainable_only`: leave frozen parameters and buffers out, and write the tensors that others are stored as; else numbers.
 
-    Notes
-    -----
     Tensors are written one by one: the buckets that they lie in are neither copied nor written.
     """
     if not trainable_only:

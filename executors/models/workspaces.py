@@ -30,8 +30,6 @@ LONGER: tuple[Lengths, ...] = ((65, 129, 257), (257, 513, 1025))
 def elements_per_sequence(*counts: int, lengths: Lengths = LENGTHS) -> ElementsPerSequence:
     """Return the numbers for a sequence, for each of its tokens and for each pair of them, given those at three lengths.
 
-    Examples
-    --------
     >>> elements_per_sequence(*(7 + 3 * tokens + 2 * tokens**2 for tokens in LENGTHS))
     (7, 3, 2)
     """
@@ -53,18 +51,11 @@ def peaks_of_segments(
 ) -> tuple[tuple[ElementsPerSequence, ...], ...]:
     """Return for each segment the bytes that are alive in it, of which the largest is its peak.
 
-    Parameters
-    ----------
-    blocks : sequence of torch.nn.Module
-        The model's blocks.
-    run : callable
-        Runs a forward of so many sequences of so many tokens.
-    known : sequence of torch.Tensor
-        Tensors that are no part of it, such as parameters.
-    lengths : tuple of int
-        Tokens of the sequences.
-    is_suspended : bool
-        Whether the forward of another evaluation point, with all that it holds, waits between two blocks meanwhile.
+    - `blocks`: the model's blocks.
+    - `run`: runs a forward of so many sequences of so many tokens.
+    - `known`: tensors that are no part of it, such as parameters.
+    - `lengths`: tokens of the sequences.
+    - `is_suspended`: whether the forward of another evaluation point, with all that it holds, waits between two blocks meanwhile.
     """
 
     def moments(num_sequences: int, num_tokens: int) -> list[list[int]]:

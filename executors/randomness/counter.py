@@ -37,15 +37,9 @@ def touched_ranges(
 ) -> list[tuple[int, int, int]]:
     """Return (block, low, high) of each block of a table that has elements of rows: from the first of them to the last, counted in the block.
 
-    Parameters
-    ----------
-    starts : array of int
-        Ascending first elements of the rows.
-    width, numel, block_elements : int
-        Elements of a row, of the table and of a block.
+    - `starts`: ascending first elements of the rows.
+    - `width`, `numel`, `block_elements`: elements of a row, of the table and of a block.
 
-    Examples
-    --------
     >>> touched_ranges(np.array([8, 12, 40]), 4, 44, 14)
     [(0, 8, 14), (1, 0, 2), (2, 12, 14), (3, 0, 2)]
     """
@@ -104,8 +98,6 @@ little, short enough that a row is cheap."""
 class CounterKey:
     """Key of one (seed, step, perturbation): a permutation of 32-bit block numbers.
 
-    Notes
-    -----
     torch seeds its CPU generator from 32 bits, so hashing (key, block) to a seed would let two of a large model's
     blocks meet. A permutation cannot: within one perturbation all seeds differ.
     """
@@ -144,12 +136,8 @@ class CounterKey:
 class CounterSampler:
     """Makes slices of ``counter`` perturbations.
 
-    Parameters
-    ----------
-    numels : sequence of int
-        Elements of every trainable parameter, in registration order; the same on every rank.
-    threads : SamplingThreads, optional
-        Threads that draw blocks at once on a CPU, each with a generator of its own.
+    - `numels`: elements of every trainable parameter, in registration order; the same on every rank.
+    - `threads`: threads that draw blocks at once on a CPU, each with a generator of its own.
     """
 
     def __init__(

@@ -7,8 +7,6 @@ nobody kept it: in a run that goes on in the middle of an interval, or that repl
 These are the numbers of the released LoZO loop. ``counter``: ``U`` is keyed as any perturbation, ``V`` by the interval's first
 step and a number of its own.
 
-References
-----------
 .. [1] Y. Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024,
    arXiv:2410.07698, algorithm 1.
 """

@@ -5,8 +5,6 @@ polynomial ``φ`` has degree 19937. With ``p = x^n mod φ``, the word ``n`` ahea
 of those ``w[i]`` for which the coefficient ``p_i`` is 1; and 624 words in a row are a state. Tempering is linear, too, so
 all this holds for the words as torch gives them out.
 
-References
-----------
 .. [1] Haramoto, Matsumoto, Nishimura, Panneton and L'Ecuyer, "Efficient Jump Ahead for F2-Linear Random Number
    Generators", INFORMS Journal on Computing 20(3), 2008.
 """
@@ -38,12 +36,8 @@ _Words = NDArray[np.uint32]
 def jumped(state: Tensor, num_raw: int) -> Tensor:
     """Return the state of a CPU generator after `num_raw` more 32-bit raw outputs.
 
-    Parameters
-    ----------
-    state : torch.Tensor
-        As :meth:`torch.Generator.get_state` returns it; normals that a generator holds back stay with it.
-    num_raw : int
-        At least 1.
+    - `state`: as :meth:`torch.Generator.get_state` returns it; normals that a generator holds back stay with it.
+    - `num_raw`: at least 1.
     """
     ahead = state.clone()
     content = ahead.numpy()
@@ -161,8 +155,6 @@ def _reduced(polynomial: int) -> int:
 def _characteristic_terms() -> tuple[int, ...]:
     """Return the powers in ``φ`` but for the highest: those of the shortest recurrence of an output bit.
 
-    Notes
-    -----
     Berlekamp and Massey's algorithm; ``φ`` is irreducible, so any bit will do, and any seed.
     """
     bits = (_next_raw(Generator().manual_seed(1), 2 * _DEGREE) >> np.uint32(31)).tolist()

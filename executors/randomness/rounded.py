@@ -84,12 +84,8 @@ _ROW_ELEMENTS_AT_ONCE = 1 << 18
 class RoundingUniforms:
     """Samples the uniform numbers of stochastic roundings.
 
-    Parameters
-    ----------
-    numels : sequence of int
-        Elements of every trainable parameter, in registration order; the same on every rank.
-    threads : SamplingThreads, optional
-        Threads that share long ranges on a CPU.
+    - `numels`: elements of every trainable parameter, in registration order; the same on every rank.
+    - `threads`: threads that share long ranges on a CPU.
     """
 
     def __init__(
@@ -138,18 +134,11 @@ class NonzeroRows:
 
     The stream that draws a perturbation asks first, and that of forwards later; neither may find what the other asked for since.
 
-    Parameters
-    ----------
-    sparsity : float
-        Probability that a row is 0.
-    shapes : sequence of torch.Size
-        Of every trainable parameter, in registration order; the same on every rank.
-    quantized : collection of int
-        Indices of the quantized parameters.
-    num_kept : int
-        Perturbations whose rows are kept, of each parameter.
-    borrow : callable
-        As :meth:`executors.steps.streams.Backend.borrow`.
+    - `sparsity`: probability that a row is 0.
+    - `shapes`: of every trainable parameter, in registration order; the same on every rank.
+    - `quantized`: indices of the quantized parameters.
+    - `num_kept`: perturbations whose rows are kept, of each parameter.
+    - `borrow`: as :meth:`executors.steps.streams.Backend.borrow`.
     """
 
     def __init__(
@@ -196,10 +185,7 @@ class _Block(NamedTuple):
 class RoundedSampler:
     """Draws rounded perturbations.
 
-    Parameters
-    ----------
-    shapes : sequence of torch.Size
-        Of every trainable parameter, in registration order; the same on every rank.
+    `shapes`: of every trainable parameter, in registration order; the same on every rank.
 
     Attributes
     ----------

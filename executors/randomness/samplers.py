@@ -65,8 +65,6 @@ class Gaussian(DistributionSampler):
     def skip(self, numel: int, like: Tensor, generator: Generator) -> None:
         """Pass over the raw outputs of a draw; on a CPU without making normals of them.
 
-        Notes
-        -----
         torch's CPU generator spends a 32-bit word on every normal of a whole group of 16, two in float64. A draw that
         ends within a group makes its last normals anew, in ways that differ between formats: that end is drawn.
         """
@@ -93,8 +91,6 @@ class Gaussian(DistributionSampler):
 class Rademacher(DistributionSampler):
     """Elements +1 or -1, each with probability 1/2: one random bit becomes the sign of a one.
 
-    Notes
-    -----
     A random 64-bit word serves 64 elements: each of its bits in turn is shifted into the place of a sign, and the
     other bits are those of 1.0. The raw outputs must span the whole of int64: without bounds torch never sets the
     highest bit.

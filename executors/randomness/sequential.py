@@ -63,13 +63,7 @@ class SequentialSampler:
     def fill(
         self, views: Sequence[Tensor], generator: Generator, factor: float | None = None
     ) -> list[Tensor]:
-        """Fill flat `views`, advance `generator`, and return its states at the marks.
-
-        Parameters
-        ----------
-        factor : float, optional
-            Multiplies every number, which is rounded again.
-        """
+        """Fill flat `views`, advance `generator`, and return its states at the marks (`factor`: multiplies every number, which is rounded again)."""
         return self._traverse(generator, views[0], lambda span, own: self._sample(span, views, own, factor))
 
     def sample(self, views: Sequence[Tensor], generator: Generator, factor: float | None = None) -> None:
@@ -92,12 +86,8 @@ class SequentialSampler:
     def feed(self, take: Take, like: Tensor, generator: Generator) -> list[Tensor]:
         """Hand every number on, chunk by chunk, advance `generator`, and return its states at the marks.
 
-        Parameters
-        ----------
-        take : callable
-            Given a tensor's place, the first element of a chunk of it, and the numbers of that chunk.
-        like : torch.Tensor
-            In whose format, and where, numbers are drawn.
+        - `take`: given a tensor's place, the first element of a chunk of it, and the numbers of that chunk.
+        - `like`: in whose format, and where, numbers are drawn.
         """
         begin = generator.get_state()
         shares, raw = self._shares(like)
@@ -184,14 +174,9 @@ class SequentialSampler:
     def rows(self, out: Tensor, rows: Tensor, generator: Generator) -> list[Tensor]:
         """Keep some rows of a whole table's draw; the sequence is that table's alone.
 
-        Parameters
-        ----------
-        out : torch.Tensor
-            Shape (kept rows, width); filled.
-        rows : torch.Tensor
-            Ascending row numbers to keep.
-        generator : torch.Generator
-            Advanced as the draw of the whole table advances it.
+        - `out`: shape (kept rows, width); filled.
+        - `rows`: ascending row numbers to keep.
+        - `generator`: advanced as the draw of the whole table advances it.
         """
         if out.device.type != "cpu":
             states = [generator.get_state()]
@@ -316,16 +301,10 @@ def keep_rows(
 ) -> None:
     """Sample what lies of some rows between two elements of a table, and skip the rest.
 
-    Parameters
-    ----------
-    out : torch.Tensor
-        Shape (kept rows, width); what lies between `begin` and `end` is filled.
-    wanted : sequence of int
-        Ascending row numbers to keep.
-    begin, end : int
-        Where one draw begins and ends, in elements; the first a multiple of the perturbation's granularity.
-    to_the_end : bool
-        Whether `generator` is advanced as the whole draw advances it; else it stops after the last row.
+    - `out`: shape (kept rows, width); what lies between `begin` and `end` is filled.
+    - `wanted`: ascending row numbers to keep.
+    - `begin`, `end`: where one draw begins and ends, in elements; the first a multiple of the perturbation's granularity.
+    - `to_the_end`: whether `generator` is advanced as the whole draw advances it; else it stops after the last row.
     """
     width = out.shape[1]
     first, last = rows_between(wanted, width, begin, end)

@@ -66,10 +66,7 @@ def identity_of(device: torch.device) -> str:
 def refuse_shared(identities: Sequence[str]) -> None:
     """Refuse two ranks on one device: NCCL would hang, or fail without naming them.
 
-    Parameters
-    ----------
-    identities : sequence of str
-        By rank: see :func:`identity_of`.
+    `identities`: by rank: see :func:`identity_of`.
 
     Raises
     ------

@@ -45,23 +45,16 @@ _LONGEST_TEXT = 100
 class Communicator:
     """A rank's view of the others.
 
-    Parameters
-    ----------
-    process_groups : mapping of str to sequence of sequence of int
-        Named groups, each a partition of the ranks; ``"world"`` is always there.
-    device : str
-        ``"cpu"``, or this rank's own, such as ``"cuda:1"``, between which parameters go by NCCL. Losses are numbers of the host, and
-        go by gloo in either case: the host has to read them, and gloo can say who does not answer.
+    - `process_groups`: named groups, each a partition of the ranks; ``"world"`` is always there.
+    - `device`: ``"cpu"``, or this rank's own, such as ``"cuda:1"``, between which parameters go by NCCL. Losses are numbers of
+      the host, and go by gloo in either case: the host has to read them, and gloo can say who does not answer.
+
+    Raises RunError if the process group was not made (:func:`executors.ranks.launch.process_group`), or has another size.
 
     Attributes
     ----------
     num_calls, num_bytes : Counter
         Exchanges of the program by group, and what each brought to this rank beside its own part.
-
-    Raises
-    ------
-    RunError
-        If the process group was not made (:func:`executors.ranks.launch.process_group`), or has another size.
     """
 
     def __init__(
@@ -244,12 +237,8 @@ class Communicator:
 
         Rank 0 may take as long as it likes, as long as it shows signs of life: the others wait for one after the other.
 
-        Raises
-        ------
-        ZosimError
-            As `make` did on rank 0.
-        RunError
-            If rank 0 shows no sign of life for the timeout.
+        Raises ZosimError as `make` did on rank 0.
+        Raises RunError if rank 0 shows no sign of life for the timeout.
         """
         payload = b""
         if self.is_first:

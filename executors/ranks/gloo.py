@@ -95,15 +95,9 @@ def gloo_group(
 ) -> dist.ProcessGroupGloo:
     """Return a gloo process group over given devices, or over its own where torch has no option for them.
 
-    Parameters
-    ----------
-    rank, size : int
-        Of this process in the group, and how many are in it.
-    devices : callable
-        Returns what gloo has its sockets served by.
+    - `rank`, `size`: of this process in the group, and how many are in it.
+    - `devices`: returns what gloo has its sockets served by.
 
-    Notes
-    -----
     The options are private to torch (there from 2.11 to 2.13, as tried); the constructor without them is not.
     """
     try:
@@ -132,12 +126,8 @@ class DuplexPair:
     connection, whether the other is ready. Where both ranks send at once, each one's answer waits behind the bytes that it
     is sending itself, and the two take turns. With a connection for either direction answers find theirs empty.
 
-    Parameters
-    ----------
-    position : int
-        Of this rank among the two.
-    groups : sequence of torch.distributed.ProcessGroup
-        Of both ranks: over the first the first rank sends, over the second the second.
+    - `position`: of this rank among the two.
+    - `groups`: of both ranks: over the first the first rank sends, over the second the second.
     """
 
     def __init__(self, position: int, groups: Sequence[Any]) -> None:
@@ -181,13 +171,8 @@ def doubling_all_gather(
     gloo's all_gather passes every rank's part once around a ring, a round for each rank. For losses, a few bytes each, what
     counts is the number of rounds.
 
-    Parameters
-    ----------
-    position : int
-        Of this rank among them.
+    `position`: of this rank among them.
 
-    References
-    ----------
     .. [1] J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE
        Transactions on Parallel and Distributed Systems 8(11), 1997, section 4.
     """

@@ -36,15 +36,9 @@ _FIRST_NAP_S, _LONGEST_NAP_S = 2e-5, 1e-3
 class HostMemory:
     """The mapping of the shared memory on this rank.
 
-    Parameters
-    ----------
-    program : Program
-        Its shared buffers get their memory here, and its instructions that others wait for a counter each.
+    `program`: its shared buffers get their memory here, and its instructions that others wait for a counter each.
 
-    Raises
-    ------
-    DoesNotFit
-        If the host has too little memory.
+    Raises DoesNotFit if the host has too little memory.
     """
 
     def __init__(self, program: Program, communicator: Communicator) -> None:
@@ -133,15 +127,9 @@ class HostMemory:
     def wait(self, instruction: str, turn: int, has_failed: Callable[[], bool] = lambda: False) -> None:
         """Wait until every other rank of this host has finished `instruction` of turn `turn`.
 
-        Parameters
-        ----------
-        has_failed : callable
-            Whether this rank cannot go on anyway.
+        `has_failed`: whether this rank cannot go on anyway.
 
-        Raises
-        ------
-        RunError
-            If one does not in time; the message names it and its last instruction.
+        Raises RunError if one does not in time; the message names it and its last instruction.
         """
         for rank in self._ranks:
             if rank == self._communicator.rank:

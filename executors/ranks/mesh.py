@@ -52,15 +52,9 @@ def launch_lines(
 ) -> str:
     """Return the commands that start the ranks of a plan on several hosts, to be copied.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-        Of this command.
-    port : int
-        Free on the first host.
+    - `arguments`: of this command.
+    - `port`: free on the first host.
 
-    Notes
-    -----
     torchrun is started as a module of this interpreter: a shell that ssh opens has no environment activated.
     """
     hosts = plan.placement.ranks_by_host

@@ -52,14 +52,9 @@ class Packed:
 class Messages:
     """Sends and receives messages between this rank and the others of its pipeline.
 
-    Parameters
-    ----------
-    parts : sequence of sequence of int
-        A partition of the ranks; all ranks make their messages at the same time.
-    backend : str
-        Of bytes of the host.
-    device_backend : str
-        Of numbers that stay on devices.
+    - `parts`: a partition of the ranks; all ranks make their messages at the same time.
+    - `backend`: of bytes of the host.
+    - `device_backend`: of numbers that stay on devices.
     """
 
     def __init__(

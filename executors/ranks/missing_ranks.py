@@ -5,8 +5,6 @@ wait, in another exchange, for a third. So it calls the roll. Every rank answers
 waits at the moment; a process that is stopped or gone does not. From answer to answer the way leads to the ranks that are
 missing: those on it that do not answer, or, where all do, those that wait for nobody and do not come either.
 
-Examples
---------
 Rank 2 waits for rank 0, and rank 0 for rank 1, which is stopped:
 
 >>> missing_from({2: [0], 0: [1], 1: None, 3: [1]}.get, 2)
@@ -65,10 +63,7 @@ _CONNECT_HINT = (
 def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> list[int]:
     """Return the ranks that are missing, as `rank` sees it; none where ranks wait for each other in a circle.
 
-    Parameters
-    ----------
-    waits_of : callable
-        Takes a rank, and returns for which ranks it waits, None if it does not answer.
+    `waits_of`: takes a rank, and returns for which ranks it waits, None if it does not answer.
     """
     waits: dict[int, Sequence[int] | None] = {}
     ahead = [rank]

@@ -74,13 +74,7 @@ class LastReport:
 
 
 class Progress:
-    """A file with a rank's stage and the instruction that it is running.
-
-    Parameters
-    ----------
-    path : path
-        Of a file of fixed size, overwritten in place.
-    """
+    """A file with a rank's stage and the instruction that it is running (`path`: of a file of fixed size, overwritten in place)."""
 
     def __init__(self, path: str | Path) -> None:
         with Path(path).open("w+b") as file:

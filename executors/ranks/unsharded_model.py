@@ -21,12 +21,8 @@ from zosim.plans import Plan
 class UnshardedModel:
     """Fetches parameters that other stages hold.
 
-    Parameters
-    ----------
-    storage : torch.dtype
-        Format of the weights.
-    device : torch.device
-        Where stand-ins lie.
+    - `storage`: format of the weights.
+    - `device`: where stand-ins lie.
     """
 
     def __init__(
@@ -48,13 +44,8 @@ class UnshardedModel:
     def here(self, segment: str | None = None, *, only_on_first: bool = False) -> Iterator[None]:
         """Hold all parameters on this rank for the length of the block, or those of one segment.
 
-        Parameters
-        ----------
-        only_on_first : bool
-            Whether rank 0 alone needs them.
+        `only_on_first`: whether rank 0 alone needs them.
 
-        Notes
-        -----
         All ranks have to come, in the same order. Inside, nothing more is fetched.
         """
         fetched: list[NamedTensor] = []

@@ -34,6 +34,8 @@ _INITIAL = Path(PREFIX_NAME) / "initial"
 def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: Plan | None = None) -> None:
     """Freeze all of a model but the tuned part, or freeze it whole and add the adapters or the prefix that are tuned instead.
 
+    Raises ModelError if they do not fit the model.
+
     Parameters
     ----------
     adapters : LoRA, Prefix, "matrices" or "linears"
@@ -42,11 +44,6 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
         forward on another machine would make another one.
     plan : Plan, optional
         What low-rank adapters are kept in; by default as the linears that they stand beside.
-
-    Raises
-    ------
-    ModelError
-        If they do not fit the model.
     """
     if isinstance(adapters, str):
         linears = {id(module.weight) for _, module, _, _ in block_linears(model)}

@@ -78,12 +78,8 @@ def refuse_disagreement(
 ) -> None:
     """Raise if ranks did different steps, or hold weights that no step wrote.
 
-    Parameters
-    ----------
-    num_agreed_steps, num_steps : int
-        Steps behind the comparison before, and behind this one.
-    members : callable, optional
-        Returns the ranks of a group; needed where ranks share weights out.
+    - `num_agreed_steps`, `num_steps`: steps behind the comparison before, and behind this one.
+    - `members`: returns the ranks of a group; needed where ranks share weights out.
 
     Raises
     ------
@@ -144,13 +140,7 @@ def _disturbed(reports: Sequence[RankReport], members: Callable[[str], Sequence[
 
 
 def odd_ranks(rows: Sequence[Hashable], ranks: Sequence[int] = ()) -> str:
-    """Describe which ranks differ from the majority; empty if none does.
-
-    Parameters
-    ----------
-    ranks : sequence of int
-        Their numbers; empty if they are all.
-    """
+    """Describe which ranks differ from the majority; empty if none does (`ranks`: their numbers; empty if they are all)."""
     # Nobody knows who is right: what most have is taken for it.
     ((common, count), *_) = Counter(rows).most_common()
     if count == len(rows):

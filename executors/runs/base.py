@@ -86,10 +86,7 @@ def tokenizer_facts(model: str) -> dict[str, str]:
 def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], source: str, run: str) -> None:
     """Raise if a base with equal weights computes another function than the one that a run began from.
 
-    Parameters
-    ----------
-    header : mapping
-        Of the run. One that says nothing of its base is let pass: :func:`unknown_base` says so.
+    `header`: of the run. One that says nothing of its base is let pass: :func:`unknown_base` says so.
 
     Raises
     ------

@@ -52,12 +52,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the parameters that the run changes, and keep the newest :data:`NUM_KEPT` checkpoints.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Its parameters are those after `num_steps` steps, flushed.
-    base_digest, history_digest : str
-        Name the base weights and the steps that led here.
+    - `model`: its parameters are those after `num_steps` steps, flushed.
+    - `base_digest`, `history_digest`: name the base weights and the steps that led here.
     """
     folder = directory / CHECKPOINTS_NAME
     folder.mkdir(exist_ok=True)
@@ -80,10 +76,7 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """Return the newest checkpoint of a run that is whole and belongs to it.
 
-    Parameters
-    ----------
-    refused : callable
-        Called with the reason, in words, why a checkpoint is not used.
+    `refused`: called with the reason, in words, why a checkpoint is not used.
     """
     for path in reversed(_files(history.directory / CHECKPOINTS_NAME)):
         try:

@@ -79,24 +79,14 @@ def evaluate_choices(
 ) -> ChoiceResult:
     """Return loss and accuracy of choosing among label words or choices.
 
-    Parameters
-    ----------
-    model : CausalModel
-        In the mode (train or eval) and on the device that it is to be judged in.
-    data : Dataset
-        With label words or choices. Lines of tokens choose among the distinct answers that the data holds.
-    num_examples : int, optional
-        Only the first so many.
-    batch_size : int
-        Sequences per forward.
-    per_token : bool
-        Whether candidates are compared by their mean rather than their summed log-probability, which does
-        not favour short ones.
+    - `model`: in the mode (train or eval) and on the device that it is to be judged in.
+    - `data`: with label words or choices. Lines of tokens choose among the distinct answers that the data holds.
+    - `num_examples`: only the first so many.
+    - `batch_size`: sequences per forward.
+    - `per_token`: whether candidates are compared by their mean rather than their summed log-probability, which does not favour
+      short ones.
 
-    Raises
-    ------
-    DataError
-        If the lines do not give at least two candidates.
+    Raises DataError if the lines do not give at least two candidates.
     """
     questions = _with_candidates(data.questions(_first(data, num_examples)), data)
     rows = list(_rows(questions))
@@ -166,8 +156,6 @@ def evaluate_generation(
 def normalised(answer: str) -> str:
     """Return an answer without case, punctuation, articles and extra spaces, as question answering compares them.
 
-    Examples
-    --------
     >>> normalised("The  Eiffel Tower.")
     'eiffel tower'
     """
@@ -178,8 +166,6 @@ def normalised(answer: str) -> str:
 def word_f1(answer: str, truth: str) -> float:
     """Return the harmonic mean of precision and recall over the words of normalised answers.
 
-    Examples
-    --------
     >>> word_f1("the tall tower", "tower of Eiffel")
     0.4
     """

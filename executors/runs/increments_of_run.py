@@ -42,24 +42,16 @@ def write_adapter(
 ) -> dict[str, Any]:
     """Write what a run's first steps did to its base as an adapter that PEFT reads.
 
-    Parameters
-    ----------
-    out : path
-        A directory of its own for each number of steps is a version that can be gone back to.
-    num_steps : int, optional
-        By default all that were logged.
-    max_rank : int, optional
-        Increments are compacted where their rank would pass it.
+    - `out`: a directory of its own for each number of steps is a version that can be gone back to.
+    - `num_steps`: by default all that were logged.
+    - `max_rank`: increments are compacted where their rank would pass it.
+
+    Raises RunError if the run's updates are no products of factors beside linears, or `base` is not what it began from.
 
     Returns
     -------
     dict
         ``num_steps``, ``num_matrices``, ``rank``, and ``relative_error``, the most that compacting may have left out.
-
-    Raises
-    ------
-    RunError
-        If the run's updates are no products of factors beside linears, or `base` is not what it began from.
     """
     history = read_history(directory)
     wanted = history.num_steps if num_steps is None else num_steps

@@ -64,17 +64,10 @@ def read_lines(path: str | Path) -> list[Line]:
 class JsonLines:
     """A file of JSON lines that one process appends to; the lock of its directory keeps others out.
 
-    Parameters
-    ----------
-    keep_bytes : int
-        Length to truncate the file to before the first line is appended.
-    durable : bool
-        Whether every append reaches the disk before it returns.
+    - `keep_bytes`: length to truncate the file to before the first line is appended.
+    - `durable`: whether every append reaches the disk before it returns.
 
-    Raises
-    ------
-    RunError
-        If the file cannot be written; while it is appended to, if it is no longer where it was.
+    Raises RunError if the file cannot be written; while it is appended to, if it is no longer where it was.
     """
 
     def __init__(self, path: str | Path, *, keep_bytes: int = 0, durable: bool = True) -> None:

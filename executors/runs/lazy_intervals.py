@@ -34,18 +34,11 @@ class LazyIntervals:
     What an interval has learnt is closed before ``A`` is drawn anew: ``B·A`` becomes one more increment beside the frozen base, and increments
     are compacted where their rank would pass the bound.
 
-    Parameters
-    ----------
-    lora : LoRA
-        Whose ``lazy_steps`` is not None.
+    `lora`: whose ``lazy_steps`` is not None.
 
-    Notes
-    -----
     ``A`` of interval ``k`` is a function of the seed, ``k`` and the number of the linear. With ``B`` along normals ``U``, and the scale
     ``1/√r``, an interval goes along ``U·Aᵀ/√r``, which is ``--distribution factorised`` [1]_, Eq. 7-8 and 13-18.
 
-    References
-    ----------
     .. [1] Li and Ding, "LLM Zeroth-Order Fine-Tuning is an Inference Workload", 2026.
     """
 
@@ -72,10 +65,7 @@ class LazyIntervals:
     def open(self, step: int, *, is_here: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
         """Close the interval before `step`, and sample ``A`` anew.
 
-        Parameters
-        ----------
-        is_here : callable
-            Whether this rank holds a parameter: of other stages it has none to change.
+        `is_here`: whether this rank holds a parameter: of other stages it has none to change.
         """
         interval = step // self.lazy_steps
         used = min(interval * self._rank, self._closed_rank)

@@ -16,20 +16,13 @@ Schedule = Literal["constant", "linear", "cosine"]
 class LearningRate(Section):
     """The learning rate that each step's update is applied with.
 
-    Raises
-    ------
-    RunError
-        If a field is out of range.
+    Raises RunError if a field is out of range.
 
-    Notes
-    -----
     With ``t`` from 0: during warm-up ``lr0 · (t + 1) / (W + 1)``, so that no step is wasted at rate 0 and the
     first step after warm-up is the first at ``lr0``. Afterwards, with ``p = (t - W) / (T - W)``: constant
     ``lr0``, linear ``lr0 · (1 - p)``, cosine ``lr0 · (1 + cos πp) / 2``. Steps from ``T`` on keep ``p = 1``.
     Without warm-up the linear schedule is ``lr0 · (1 - t / T)`` in exactly these operations.
 
-    Examples
-    --------
     >>> [LearningRate(schedule="linear", learning_rate=1.0, num_steps=4).at(t) for t in range(5)]
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """

@@ -25,12 +25,8 @@ def measured_timeline(
 ) -> Timeline:
     """Return the measured spans of some steps on all ranks, and their memory.
 
-    Parameters
-    ----------
-    first_step : int
-        The first step that was timed, from which steps are counted.
-    first_periodic_step : int
-        Of these steps, the first that counts as periodic.
+    - `first_step`: the first step that was timed, from which steps are counted.
+    - `first_periodic_step`: of these steps, the first that counts as periodic.
     """
     sent = interpreter.boundaries.sent_bytes
     spans = tuple(
@@ -58,8 +54,6 @@ def measured_timeline(
 def timeline_of_all_ranks(communicator: Communicator, own: Timeline) -> Timeline:
     """Return the timelines of all ranks as one.
 
-    Notes
-    -----
     Hosts' clocks differ, and so do the moments at which ranks begin to count. The exchange of losses ends on all ranks at
     the same moment, give or take the latency of one message; the first one that was timed sets the clocks.
     """

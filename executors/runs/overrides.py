@@ -54,15 +54,9 @@ def settings_from(
 ) -> tuple[RunSettings, list[str]]:
     """Return the settings of a run, and warnings about its smoothing radius and this machine.
 
-    Parameters
-    ----------
-    plan_file, program_file : path, optional
-        Of a plan that is carried out, and of a program in place of the plan's own.
+    `plan_file`, `program_file`: of a plan that is carried out, and of a program in place of the plan's own.
 
-    Raises
-    ------
-    ZosimError
-        If something is missing, contradicts itself or does not fit.
+    Raises ZosimError if something is missing, contradicts itself or does not fit.
     """
     out, is_resumed = _required(options.run.out, "a directory to write to", "--out DIR"), options.run.resume
     header = read_header(out) if is_resumed and os.path.lexists(Path(out) / HEADER_NAME) else {}

@@ -45,26 +45,15 @@ def plan_for(
 ) -> Plan:
     """Return the plan to run.
 
-    Parameters
-    ----------
-    config : PlanConfig
-        What options set.
-    base : Plan, optional
-        What options are laid over: of a file, or of a run that is gone on with.
-    split_model : callable
-        Returns the model at hand with some blocks split inside.
-    device : str
-        ``"cpu"`` or a CUDA device.
-    num_threads : int or None
-        Of a CPU's kernels.
-    longest : callable
-        Returns the tokens of the longest example. It reads the data, which takes a while, and is called only where nothing else
-        says how long sequences are.
+    - `config`: what options set.
+    - `base`: what options are laid over: of a file, or of a run that is gone on with.
+    - `split_model`: returns the model at hand with some blocks split inside.
+    - `device`: ``"cpu"`` or a CUDA device.
+    - `num_threads`: of a CPU's kernels.
+    - `longest`: returns the tokens of the longest example. It reads the data, which takes a while, and is called only where
+      nothing else says how long sequences are.
 
-    Raises
-    ------
-    PlanError
-        If the options contradict each other, or lose precision without leave.
+    Raises PlanError if the options contradict each other, or lose precision without leave.
     """
     typed, search = config, config.search
     config = _with_mesh(config, _num_devices(device))
@@ -217,10 +206,7 @@ def planned_device(plan: Plan) -> str:
 def refuse_absent(device: str, why: str) -> None:
     """Refuse a device that nobody named on the command line, where torch finds none of its kind.
 
-    Parameters
-    ----------
-    why : str
-        What says that the run belongs there.
+    `why`: what says that the run belongs there.
 
     Raises
     ------
@@ -278,10 +264,7 @@ def spec_for(model: str, tuned: Trainable, split_blocks: tuple[int, ...] = (), *
 def counted_spec(source: str, tuned: Trainable, split_blocks: tuple[int, ...]) -> ModelSpec:
     """Return the specification of a model that is counted without its weights, for `zosim plan`.
 
-    Raises
-    ------
-    ModelError
-        If there is no such configuration, or its model cannot be run.
+    Raises ModelError if there is no such configuration, or its model cannot be run.
     """
     from executors.models.spec import without_weights
 

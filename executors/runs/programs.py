@@ -23,16 +23,13 @@ def program_digest(text: str) -> str:
 def recorded_programs(directory: str | Path, header: Mapping[str, Any]) -> ProgramSet | None:
     """Return the programs in a run's directory.
 
+    Raises RunError if they were edited by hand, so that nothing else can take their place.
+
     Returns
     -------
     ProgramSet or None
         None where there are none, or not those that the header speaks of: a process that died may have left others. The
         plan is lowered again then, which computes the same numbers.
-
-    Raises
-    ------
-    RunError
-        If they were edited by hand, so that nothing else can take their place.
     """
     path = Path(directory) / PROGRAM_NAME
     try:

@@ -151,8 +151,6 @@ def refuse_nonfinite(record: StepRecord) -> None:
 class DivergenceWatch:
     """Detects divergence by the median loss of the latest :data:`RECENT_STEPS` steps.
 
-    Notes
-    -----
     A run diverges when the median exceeds twice its lowest value so far (at first, the first loss), and by more than
     one. A single batch does not move a median; a step that blows up shows within five steps.
     """

@@ -5,8 +5,6 @@ The first three do not cancel to the last bit, so a replay runs them too. It run
 another residency's, which computes the same), so draws, copies and conversions are the run's own; what it leaves out
 are batches, forwards and losses, whose outcome the log holds.
 
-References
-----------
 .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333, on
    storage efficiency: seeds and projected gradients are enough to store a run.
 """
@@ -66,30 +64,19 @@ def replay(
 ) -> dict[str, Any]:
     """Rebuild a run's weights and write them as a model directory.
 
-    Parameters
-    ----------
-    directory : path
-        Of the run.
-    base : path
-        The weights that it began from.
-    num_steps : int, optional
-        Steps to replay; by default all that were logged.
-    plan : Plan, optional
-        Another placement of the same mathematics; by default the run's own.
-    use_checkpoints : bool
-        Whether to start from a checkpoint rather than from the base weights.
-    warn : callable
-        Called with what may make bits differ from the run's.
+    - `directory`: of the run.
+    - `base`: the weights that it began from.
+    - `num_steps`: steps to replay; by default all that were logged.
+    - `plan`: another placement of the same mathematics; by default the run's own.
+    - `use_checkpoints`: whether to start from a checkpoint rather than from the base weights.
+    - `warn`: called with what may make bits differ from the run's.
+
+    Raises RunError if a file of the run is damaged, the base is not the one it began from, or a digest differs.
 
     Returns
     -------
     dict
         ``num_steps``, ``digest`` of the parameters, ``digests_checked`` on the way.
-
-    Raises
-    ------
-    RunError
-        If a file of the run is damaged, the base is not the one it began from, or a digest differs.
     """
     history = read_history(directory)
     wanted = history.num_steps if num_steps is None else num_steps
@@ -180,17 +167,10 @@ def session_at(
 ) -> Session:
     """Return a session on the run's weights after a checkpoint, or on its base weights.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        With the base's weights, which have been checked.
-    plan, program : optional
-        Another placement; by default the run's own.
+    - `model`: with the base's weights, which have been checked.
+    - `plan`, `program`: another placement; by default the run's own.
 
-    Raises
-    ------
-    RunError
-        If `plan` would round weights where the run did not, or the other way round.
+    Raises RunError if `plan` would round weights where the run did not, or the other way round.
     """
     if plan is None:
         program = program or recorded_programs(history.directory, history.header)

@@ -16,13 +16,7 @@ TENSORBOARD_NAME = "tensorboard"
 
 
 class Reporter:
-    """Prints the steps of one run as they happen; used as a context manager.
-
-    Parameters
-    ----------
-    begin : int
-        Steps that are behind it already.
-    """
+    """Prints the steps of one run as they happen; used as a context manager (`begin`: steps that are behind it already)."""
 
     def __init__(
         self,

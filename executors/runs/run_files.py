@@ -36,12 +36,8 @@ NUM_VERIFIED = "num_verified"
 class RunFiles:
     """The open files of a run beside its log; used as a context manager.
 
-    Parameters
-    ----------
-    records : sequence of StepRecord
-        Steps that the log has already.
-    goes_on : bool
-        Whether an earlier process began them.
+    - `records`: steps that the log has already.
+    - `goes_on`: whether an earlier process began them.
     """
 
     def __init__(

@@ -99,17 +99,10 @@ class RunHeader(_Section):
 class RunLog:
     """The log of one run, and the lock of its directory.
 
-    Parameters
-    ----------
-    directory : path
-        Made if need be.
-    header : mapping, optional
-        To begin with; without it the log begins with :meth:`begin` or :meth:`resume`.
+    - `directory`: made if need be.
+    - `header`: to begin with; without it the log begins with :meth:`begin` or :meth:`resume`.
 
-    Raises
-    ------
-    ZosimError
-        If the directory holds a run already, another process writes to it, or it cannot be written to.
+    Raises ZosimError if the directory holds a run already, another process writes to it, or it cannot be written to.
     """
 
     def __init__(self, directory: str | Path, header: Mapping[str, Any] | None = None) -> None:

@@ -510,11 +510,8 @@ class RunSettings:
 
         Two commands whose identities agree compute the same losses and weights, wherever blocks reside.
 
-        Parameters
-        ----------
-        earlier : Plan, optional
-            Plan of the run that is gone on with, on whose mesh as many micro-batches are named as cut a batch into the
-            same parts.
+        `earlier`: plan of the run that is gone on with, on whose mesh as many micro-batches are named as cut a batch into the
+        same parts.
         """
         plan, rate, accumulate = self.plan, self.learning_rate, self.run.accumulate
         num_parts, num_shards = accumulate * plan.num_batch_shards, (earlier or plan).num_batch_shards

@@ -21,20 +21,13 @@ _NUM_CONNECTIONS = 8
 class RemoteServer:
     """A server at an address.
 
-    Parameters
-    ----------
-    url : str
-        Such as ``http://127.0.0.1:8000``. vLLM is started with ``--enable-lora``, a ``--max-lora-rank`` as large as the increments', and
-        ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`` in its environment; both read adapters from a directory, so that they share a file system.
-    model : str, optional
-        What the server calls the base; by default the first that it names.
-    priority : int or None
-        Of scorings, lower ones first; vLLM takes one under ``--scheduling-policy priority`` alone.
+    - `url`: such as ``http://127.0.0.1:8000``. vLLM is started with ``--enable-lora``, a ``--max-lora-rank`` as large as the
+      increments', and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`` in its environment; both read adapters from a directory, so that
+      they share a file system.
+    - `model`: what the server calls the base; by default the first that it names.
+    - `priority`: of scorings, lower ones first; vLLM takes one under ``--scheduling-policy priority`` alone.
 
-    Raises
-    ------
-    RunError
-        If nothing answers there, or it does not serve `model`.
+    Raises RunError if nothing answers there, or it does not serve `model`.
     """
 
     def __init__(

@@ -37,24 +37,14 @@ from zosim.plans import LowBits
 class Runtime:
     """A frozen base with adapters.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A causal language model, which the runtime has for itself from now on.
-    low_bits : LowBits, optional
-        Format that the linears of blocks are quantized to.
-    stop_tokens : tuple of int
-        Tokens that end a generated text.
+    - `model`: a causal language model, which the runtime has for itself from now on.
+    - `low_bits`: format that the linears of blocks are quantized to.
+    - `stop_tokens`: tokens that end a generated text.
 
-    Notes
-    -----
     Requests of one adapter lie side by side in the row, apart from those of others: a linear adds an adapter's part to its own tokens, attention
     sees the tokens of one sequence, and what sequences begin with is computed once for those of one adapter alone.
 
-    Raises
-    ------
-    ModelError
-        If the model cannot be run on packed sequences.
+    Raises ModelError if the model cannot be run on packed sequences.
     """
 
     def __init__(
@@ -237,13 +227,7 @@ class _Waiting:
 
 
 class Batcher:
-    """Runs forwards on one thread, in order of priority.
-
-    Parameters
-    ----------
-    runtime : Runtime
-        Called by no other thread but through :meth:`exclusively`.
-    """
+    """Runs forwards on one thread, in order of priority (`runtime`: called by no other thread but through :meth:`exclusively`)."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime

@@ -126,19 +126,11 @@ class _Adapter(BaseModel):
 class ScoringServer:
     """Serves a runtime on loopback.
 
-    Parameters
-    ----------
-    model : str
-        What the base is called.
-    port : int
-        0: any that is free.
-    log : callable, optional
-        Called with a line for each request: method, path, status and milliseconds; nothing of what was sent.
+    - `model`: what the base is called.
+    - `port`: 0: any that is free.
+    - `log`: called with a line for each request: method, path, status and milliseconds; nothing of what was sent.
 
-    Raises
-    ------
-    RunError
-        If something listens there already.
+    Raises RunError if something listens there already.
     """
 
     def __init__(

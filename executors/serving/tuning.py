@@ -68,28 +68,18 @@ class TuningSettings:
 class Tuning:
     """Zeroth-order tuning whose forwards a serving runner runs.
 
-    Parameters
-    ----------
-    model : str
-        Directory of the base. Of weights in it the digest is compared with the server's; else the configuration alone is read.
-    directory : Path
-        Of the log; a tuning that is there already goes on.
+    - `model`: directory of the base. Of weights in it the digest is compared with the server's; else the configuration alone is
+      read.
+    - `directory`: of the log; a tuning that is there already goes on.
 
-    Notes
-    -----
     At the point ``s`` the server is given ``Σ AᵢBᵢᵀ + s·ε·UVᵀ/√r`` as one adapter, and a step adds ``-η·g·UVᵀ/√r``: ``factorised``
     perturbations [1]_, Eq. 13-18 and 20. Perturbations are functions of the seed, the step and the linear; a row of the log is written
     once both losses are there, and the increments are a function of the log. So nothing is lost with a server that is gone.
 
-    References
-    ----------
     .. [1] Li and Ding, "LLM Zeroth-Order Fine-Tuning is an Inference Workload", 2026.
 
-    Raises
-    ------
-    RunError
-        If the directory has another tuning's log, or one that is damaged, the base or its tokenizer is another, or the server
-        serves other weights than the base's.
+    Raises RunError if the directory has another tuning's log, or one that is damaged, the base or its tokenizer is another, or the server
+    serves other weights than the base's.
     """
 
     def __init__(self, runner: ServingRunner, model: str, directory: Path, settings: TuningSettings) -> None:
@@ -187,14 +177,9 @@ class Tuning:
     ) -> dict[str, Any]:
         """Run one step, and return its row of the log.
 
-        Parameters
-        ----------
-        reward : callable, optional
-            What is maximised of generated text, in place of the loss of labels.
-        decode : callable, optional
-            Makes text of tokens for `reward`; without it the reward is given tokens.
-        max_new_tokens : int
-            Of generated text.
+        - `reward`: what is maximised of generated text, in place of the loss of labels.
+        - `decode`: makes text of tokens for `reward`; without it the reward is given tokens.
+        - `max_new_tokens`: of generated text.
 
         Raises
         ------

@@ -42,15 +42,9 @@ class Canary:
 class Versions:
     """A directory of adapters, of which one is served under a name.
 
-    Parameters
-    ----------
-    directory : Path
-        Has a directory for each version, and a file that names the one that is served and those before it.
-    name : str
-        What the server calls the version that is served.
+    - `directory`: has a directory for each version, and a file that names the one that is served and those before it.
+    - `name`: what the server calls the version that is served.
 
-    Notes
-    -----
     The server is asked first, the file is written then: whoever is stopped between the two asks the server again with :meth:`serve_again`.
     """
 

@@ -12,8 +12,6 @@ parameter. Here the same operations run in place, with fewer multiplications:
 
 ``θ.add_(z, alpha=s·ε)`` for any other ``z`` would be as fast, and fuses two roundings into one.
 
-References
-----------
 .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333, algorithm
    1.
 """
@@ -45,10 +43,7 @@ _Given = TypeVar("_Given")
 class ParamPass:
     """Runs the passes over parameters, keeping scratch memory from one to the next.
 
-    Parameters
-    ----------
-    chunk_elements : int, optional
-        Elements of all temporaries together on a CPU; by default :data:`CHUNK_ELEMENTS`.
+    `chunk_elements`: elements of all temporaries together on a CPU; by default :data:`CHUNK_ELEMENTS`.
     """
 
     def __init__(self, chunk_elements: int | None = None) -> None:
@@ -65,15 +60,10 @@ class ParamPass:
     ) -> None:
         """Write ``θ + (s·z)·ε``.
 
-        Parameters
-        ----------
-        theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation, packed or not, whose unit is in
-            `epsilon`.
-        scale : int
-            ``s``, a power of two with either sign.
-        out : torch.Tensor, optional
-            Another place, of the same length and format; by default `theta` itself.
+        - `theta`, `z`: one-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation, packed
+          or not, whose unit is in `epsilon`.
+        - `scale`: ``s``, a power of two with either sign.
+        - `out`: another place, of the same length and format; by default `theta` itself.
         """
         _check_scale(scale)
         left = theta if out is None else out
@@ -113,15 +103,9 @@ class ParamPass:
     ) -> None:
         """Change `theta` to ``θ - η·(g·z + wd·θ)``, or to ``θ - η·(g·z)`` where `weight_decay` is None.
 
-        Parameters
-        ----------
-        theta, z : torch.Tensor
-            One-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation.
-        decaying : sequence of (int, int), optional
-            First element and end of the stretches that decay; by default all. A kernel then does all of them.
+        - `theta`, `z`: one-dimensional, of one length and format, or `z` the quantized values of a rounded perturbation.
+        - `decaying`: first element and end of the stretches that decay; by default all. A kernel then does all of them.
 
-        Notes
-        -----
         A decay of 0 takes no passes of its own. What it may change, for a finite ``θ``, is the sign of a product
         that is zero: then ``θ - η·0`` differs only where ``θ`` is -0, and for ``θ = -0`` the term ``0·θ = -0``
         leaves the product's sign as it is.
@@ -196,14 +180,9 @@ class ParamPass:
     ) -> None:
         """Do to each of several tensors what :meth:`update` does to one; on an accelerator, small ones share kernels.
 
-        Parameters
-        ----------
-        thetas, zs : sequence of torch.Tensor
-            One-dimensional; `thetas` of one format, `zs` of that one, of whole numbers of a byte, or packed.
-        gradients : sequence of float or DeviceScalar
-            By tensor.
-        decaying : sequence of bool
-            By tensor.
+        - `thetas`, `zs`: one-dimensional; `thetas` of one format, `zs` of that one, of whole numbers of a byte, or packed.
+        - `gradients`: by tensor.
+        - `decaying`: by tensor.
         """
         dtype = thetas[0].dtype if thetas else torch.float32
         factors: dict[int, float | Tensor] = {
@@ -344,13 +323,8 @@ def gathered(theta: Tensor, z: Tensor, scales: tuple[int, ...], epsilon: float) 
 def projected_gradient(loss_plus: Tensor, loss_other: Tensor, epsilon: float, *, central: bool) -> Tensor:
     """Return ``g`` in the precision of the losses, a scalar where they are.
 
-    Parameters
-    ----------
-    loss_plus, loss_other : torch.Tensor
-        Scalars: the loss at ``+ε``, and at ``-ε`` (central) or unperturbed (forward).
+    `loss_plus`, `loss_other`: scalars: the loss at ``+ε``, and at ``-ε`` (central) or unperturbed (forward).
 
-    References
-    ----------
     .. [1] S. Malladi et al., "Fine-Tuning Language Models with Just Forward Passes", 2023, arXiv:2305.17333,
        definition 1.
     """

@@ -73,10 +73,7 @@ class ParamSection:
     def spans(self, dtype: str, granularity: int) -> list[tuple[int, int]]:
         """Return first element and length of what a CPU's generator fills at once as it fills one tensor after the other.
 
-        Parameters
-        ----------
-        granularity : int
-            Neighbours without a gap are one stretch if the first ends at a multiple of it and the second is as long.
+        `granularity`: neighbours without a gap are one stretch if the first ends at a multiple of it and the second is as long.
         """
         runs: list[tuple[int, int]] = []
         for begin, tensor in zip(self.offsets(dtype), self.tensors, strict=False):
@@ -120,15 +117,9 @@ class PlacedSection:
 class BufferStore:
     """All buffers of one rank.
 
-    Parameters
-    ----------
-    positions : mapping of str to int, optional
-        This rank's position in each group that shares buffers out.
+    `positions`: this rank's position in each group that shares buffers out.
 
-    Raises
-    ------
-    ProgramError
-        If a group or a size of the program is not the model's; the message names the first difference.
+    Raises ProgramError if a group or a size of the program is not the model's; the message names the first difference.
     """
 
     def __init__(

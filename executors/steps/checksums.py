@@ -52,14 +52,9 @@ class Disturbance:
 class WeightChecksums:
     """Checksums of the weights that one rank holds, verified where the rank changes them next.
 
-    Parameters
-    ----------
-    every_change : bool
-        Whether a checksum is taken after every change. Otherwise only copies that ranks share have one, from an offload to
-        the first change after the next upload.
+    `every_change`: whether a checksum is taken after every change. Otherwise only copies that ranks share have one, from an
+    offload to the first change after the next upload.
 
-    Notes
-    -----
     The checksum is a weighted sum of the bits as 64-bit integers, modulo 2^64 (:func:`bit_sum`). One changed bit always changes
     it, and so do words that change places. Weights that are shared out have one for each share, since each share has one writer.
     With `every_change`, a change in place reads the weights twice more: before, and after. Nothing is read back from a device
@@ -155,10 +150,7 @@ class WeightChecksums:
     def disturbances(self, num_steps: int | None = None) -> list[Disturbance]:
         """Return what else than this rank's instructions changed the weights, the earliest first.
 
-        Parameters
-        ----------
-        num_steps : int, optional
-            Steps behind the weights, which are then looked at where they lie; only after a flush.
+        `num_steps`: steps behind the weights, which are then looked at where they lie; only after a flush.
         """
         if num_steps is not None:
             for access in self._at_rest:
@@ -194,8 +186,6 @@ class WeightChecksums:
 def bit_sum(raw: Tensor, num_shares: int = 1, kept: Kept | None = None) -> Tensor:
     """Return a checksum of each of equal shares of some bytes: sums of their bits as 64-bit integers, weighted by place.
 
-    Notes
-    -----
     Few words have a weight each. Many lie in rows of :data:`_COLUMNS`. The word in row ``i`` and column ``j`` counts ``cⱼ + uᵢ``
     times, modulo 2^64, so sums of rows and of columns are enough. All weights are odd: one bit always changes the sum. They
     are random: so do two words that change places, unless they agree in all but their highest bits. Of pairs that differ in

@@ -27,17 +27,10 @@ _PREFIX = "zosim-blocks-"
 class DiskFile:
     """The buffers that lie on a drive.
 
-    Parameters
-    ----------
-    directory : path, optional
-        On that drive; by default that of temporary files.
+    `directory`: on that drive; by default that of temporary files.
 
-    Raises
-    ------
-    DoesNotFit
-        If there is not enough free space.
-    MachineError
-        If the directory is missing, or cannot be written to.
+    Raises DoesNotFit if there is not enough free space.
+    Raises MachineError if the directory is missing, or cannot be written to.
     """
 
     def __init__(self, buffers: Sequence[Buffer], directory: str | Path | None = None) -> None:

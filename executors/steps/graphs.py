@@ -72,13 +72,8 @@ class _Entry:
 class Graphs:
     """The graphs of a session.
 
-    Parameters
-    ----------
-    capture_stream : callable
-        Returns the stream on which graphs of the current stream are captured, on which nothing else runs.
+    `capture_stream`: returns the stream on which graphs of the current stream are captured, on which nothing else runs.
 
-    Notes
-    -----
     torch hands out 32 native streams in turn, so a stream that is requested for a capture may be one that copies or samples. Kernels
     of other threads would then become part of the graph. A replay would also share cuBLAS's workspace of that stream with
     products that run at the same time.
@@ -162,20 +157,13 @@ class Graphs:
     ) -> None:
         """Do what `launch` does to tensors that stay: by itself at first, then by a graph of its kernels.
 
-        Parameters
-        ----------
-        signature : hashable
-            What the kernels depend on beside the numbers in tensors: addresses, shapes, formats.
-        launch : callable
-            Is given `generators`.
-        memory : sequence of torch.Tensor
-            What the kernels read and write: a graph of memory that has been given back is not replayed.
-        generators : sequence of torch.Generator
-            Those that `launch` draws from.
-        caller : hashable
-            Whose kernels they are. The graph of one caller is replayed for another once it has been seen to compute the same bits.
-        states : sequence of torch.Tensor
-            What the kernels begin with and leave, by which that is seen.
+        - `signature`: what the kernels depend on beside the numbers in tensors: addresses, shapes, formats.
+        - `launch`: is given `generators`.
+        - `memory`: what the kernels read and write: a graph of memory that has been given back is not replayed.
+        - `generators`: those that `launch` draws from.
+        - `caller`: whose kernels they are. The graph of one caller is replayed for another once it has been seen to compute the
+          same bits.
+        - `states`: what the kernels begin with and leave, by which that is seen.
         """
         signature = torch.accelerator.current_stream(self._device).stream_id, signature
         entry = self._entry(signature, memory, generators)

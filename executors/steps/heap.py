@@ -21,8 +21,6 @@ _NEVER = -1
 def keep_freed_memory() -> bool:
     """Let the C library keep what this process frees, and return whether it does.
 
-    Notes
-    -----
     Holds for the whole process until it ends, whose resident memory then stays at its peak. Only glibc is asked;
     other libraries keep their own rules.
     """

@@ -45,31 +45,17 @@ __all__ = ["Hyperparameters", "Interpreter", "StepFrame"]
 class Interpreter:
     """One rank's program at work on a model.
 
-    Parameters
-    ----------
-    forward_runner : SegmentedModel
-        Its parameters move into the program's buffers.
-    num_sampling_threads : int
-        Threads that share draws on a CPU.
-    num_micro_batches : int
-        Micro-batches of a batch, whose losses are accumulated.
-    watch_updates : bool
-        Whether to count updates that rounding undoes.
-    checksums : bool
-        Whether a checksum follows every change of weights (:class:`executors.steps.checksums.WeightChecksums`).
-    communicator : Communicator, optional
-        The other ranks, where the program takes any.
-    graphs : bool
-        Whether draws and blocks are launched as CUDA graphs.
-    disk_directory : path, optional
-        On the drive that the program has buffers on.
-    adapter_rank_in_use : callable
-        Returns how much forwards read of adapters whose rank grows.
+    - `forward_runner`: its parameters move into the program's buffers.
+    - `num_sampling_threads`: threads that share draws on a CPU.
+    - `num_micro_batches`: micro-batches of a batch, whose losses are accumulated.
+    - `watch_updates`: whether to count updates that rounding undoes.
+    - `checksums`: whether a checksum follows every change of weights (:class:`executors.steps.checksums.WeightChecksums`).
+    - `communicator`: the other ranks, where the program takes any.
+    - `graphs`: whether draws and blocks are launched as CUDA graphs.
+    - `disk_directory`: on the drive that the program has buffers on.
+    - `adapter_rank_in_use`: returns how much forwards read of adapters whose rank grows.
 
-    Raises
-    ------
-    ProgramError
-        If the program is invalid, is not one for this model, or goes backward, which only the simulator does.
+    Raises ProgramError if the program is invalid, is not one for this model, or goes backward, which only the simulator does.
     """
 
     def __init__(
@@ -164,24 +150,16 @@ class Interpreter:
     def step(self, batch: Batch, seeds: Sequence[int], learning_rate: float) -> StepFrame:
         """Run one step, and the prologue before the first or the first after a flush.
 
-        Parameters
-        ----------
-        batch : mapping of str to torch.Tensor
-            ``input_ids``, ``labels`` and ``attention_mask``, each of shape (sequences, tokens), on the host.
-        seeds : sequence of int
-            One per perturbation.
-        learning_rate : float
-            The one that this step's projected gradient is applied with, whenever that happens.
+        - `batch`: ``input_ids``, ``labels`` and ``attention_mask``, each of shape (sequences, tokens), on the host.
+        - `seeds`: one per perturbation.
+        - `learning_rate`: the one that this step's projected gradient is applied with, whenever that happens.
+
+        Raises RunError if the number of seeds is not that of perturbations, or an instruction fails.
 
         Returns
         -------
         StepFrame
             With its losses and projected gradients, numbers of a device perhaps still on their way.
-
-        Raises
-        ------
-        RunError
-            If the number of seeds is not that of perturbations, or an instruction fails.
         """
         self._check_perturbations(seeds)
         return self._advance(self._frame_of(seeds, learning_rate, batch))
@@ -195,15 +173,9 @@ class Interpreter:
     ) -> StepFrame:
         """Do to the weights what a step with these projected gradients did, without its forwards.
 
-        Parameters
-        ----------
-        seeds, gradients : sequence
-            One per perturbation, as they were logged.
-        losses : sequence of float
-            At ``+ε``, one per perturbation, where the next step asks for them.
+        - `seeds`, `gradients`: one per perturbation, as they were logged.
+        - `losses`: at ``+ε``, one per perturbation, where the next step asks for them.
 
-        Notes
-        -----
         Every instruction but batches, forwards and losses runs as it did: the perturbations too, since
         ``+ε, -2ε, +ε`` does not restore every bit.
         """
@@ -272,12 +244,8 @@ class Interpreter:
     ) -> None:
         """Number the next step; only before the first, or after a flush.
 
-        Parameters
-        ----------
-        seeds_of : callable
-            From the number of an earlier step to its seeds: factors of perturbations may be older than `step`.
-        losses : sequence of float
-            Of the step before at ``+ε``, one per perturbation.
+        - `seeds_of`: from the number of an earlier step to its seeds: factors of perturbations may be older than `step`.
+        - `losses`: of the step before at ``+ε``, one per perturbation.
         """
         # A pending update would take the number of another step.
         assert self._frame is None

@@ -43,8 +43,6 @@ def micro_batches(
 def accumulated(losses: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """Return the mean over all labels (or texts), given each micro-batch's mean over its own.
 
-    Notes
-    -----
     One loss is returned as it is. Several are weighted in float64, ``Σ lᵢ·nᵢ / Σ nᵢ``: the projected gradient then
     loses nothing in the sum, but is not rounded as that of one large batch is.
     """

@@ -20,16 +20,10 @@ from executors.ranks.unsharded_model import UnshardedModel
 class PresentWeights:
     """Forwards at a session's weights, and copies of them; only after a flush.
 
-    Parameters
-    ----------
-    forward_runner : SegmentedModel
-        Its parameters lie in their final places.
-    storage : torch.dtype
-        Format that they are used in.
-    device : torch.device
-        Where they are used.
-    whole : UnshardedModel
-        Brings what other stages hold; all ranks then have to ask alike.
+    - `forward_runner`: its parameters lie in their final places.
+    - `storage`: format that they are used in.
+    - `device`: where they are used.
+    - `whole`: brings what other stages hold; all ranks then have to ask alike.
     """
 
     def __init__(

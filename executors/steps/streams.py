@@ -32,13 +32,7 @@ class Ticket(ABC):
 
 
 class PeersTicket(Ticket):
-    """Says when the other ranks of the host have finished an instruction.
-
-    Parameters
-    ----------
-    has_failed : callable
-        Whether this rank cannot go on anyway.
-    """
+    """Says when the other ranks of the host have finished an instruction (`has_failed`: whether this rank cannot go on anyway)."""
 
     __slots__ = ("_has_failed", "_instruction", "_memory", "_turn")
 
@@ -137,10 +131,7 @@ class Backend(ABC):
     def run(self, tasks: Sequence[Callable[[dict[str, Ticket]], Task]]) -> dict[str, Ticket]:
         """Issue tasks in order and return their tickets by instruction; compute has been issued on return.
 
-        Parameters
-        ----------
-        tasks : sequence of callable
-            Each is given the tickets of the tasks before it, and returns its task.
+        `tasks`: each is given the tickets of the tasks before it, and returns its task.
         """
 
     def capture_stream(self) -> torch.Stream:

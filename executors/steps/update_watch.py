@@ -49,8 +49,6 @@ class UpdateLoss:
 class UpdateWatch:
     """Counts lost updates of one program on one device.
 
-    Notes
-    -----
     Looks at the parameter groups that are kept in the narrowest format. Every update instruction counts: with several
     perturbations a step updates a weight several times. Updates by a projected gradient or a learning rate of 0 do not
     count. An offloaded weight has just been uploaded, so what it is compared with is a number of the transfer

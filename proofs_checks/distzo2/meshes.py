@@ -123,8 +123,6 @@ def estimates_on(mesh: Mesh, num_steps: int, seed: int) -> Tensor:
 def check_estimates(context: Context) -> Outcome:
     """Compare the estimate of every mesh with ``(c·z)z``, c the mean slope over the whole batch, perturbation by perturbation.
 
-    Notes
-    -----
     A pair whose signs saw two shards would have ``g = (c₊ + c₋)·z/2 + (c₊ - c₋)·θ/2ε``: the same mean, and another estimate for
     every perturbation.
     """

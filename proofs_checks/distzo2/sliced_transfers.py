@@ -122,8 +122,6 @@ def check_sliced(context: Context) -> Outcome:
 def check_printed_sum(context: Context) -> Outcome:
     """Compare the simulated filled pipeline with half of what equation 4 says, where upload and exchange are alike.
 
-    Notes
-    -----
     With ``g = u`` and ``c`` below both, the pipeline advances by a block every ``u``, and equation 4 says ``u + g``.
     """
     largest, details = 0.0, []
@@ -165,8 +163,6 @@ def check_slow_links(context: Context) -> Outcome:
 def check_no_worse(context: Context) -> Outcome:
     """Count links as fast as lanes or faster at which a sliced step takes longer than a whole one.
 
-    Notes
-    -----
     Where transfers limit, a whole upload takes ``M/B`` a block and a sliced one ``max(1/n, (n-1)/n·B/L)·M/B``: slicing
     loses where links are slower than ``(n - 1)/n`` of a lane, and, by the filling of one more stage, just at it.
     """

@@ -50,10 +50,7 @@ def _differences(case: Case, seed: int) -> Outcome:
 def updated_copies(*, restored: bool) -> tuple[list[Fraction], list[Fraction]]:
     """Return what two ranks hold after step 4, in rationals: the copy at ``+εz`` and the one at ``-εz``, updated.
 
-    Parameters
-    ----------
-    restored : bool
-        Whether each takes its perturbation back before the update, which the print does not say.
+    `restored`: whether each takes its perturbation back before the update, which the print does not say.
     """
     weights, z = ([Fraction(n, 8) for n in numbers] for numbers in ((3, -5, 7), (2, 9, -4)))
     epsilon, rate, g = Fraction(1, 1000), Fraction(1, 10), Fraction(7, 3)

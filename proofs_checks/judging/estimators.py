@@ -59,8 +59,6 @@ class Declared:
     def second_moment(self, dimension: int) -> float:
         """Return ``E|ĝ|²/|∇f|²`` of a linear loss.
 
-        Notes
-        -----
         ``d + 2`` along normals, ``d`` along signs and on the sphere, of one perturbation; of `num_perturbations`
         perturbations ``1 + (that - 1)/num_perturbations`` (Nesterov and Spokoiny 2017, theorem 4; signs and sphere: ``E|z|²(a·z)²`` with ``|z|² = d``).
         """
@@ -344,8 +342,6 @@ class _Judge:
     def _order_of_bias(self) -> JudgedProperty:
         """Return whether the bias falls with ε as fast as is stated.
 
-        Notes
-        -----
         A cubic loss has a bias that is a power of ε at any ε, so that the radii may be large and the noise small. The slope's error is
         that of a jackknife over batches: radii share their seeds, and with them most of their noise.
         """

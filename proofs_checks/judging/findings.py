@@ -102,13 +102,7 @@ class Judgement:
 
 
 def compared(name: str, tested: str, estimates: Sequence[Estimate], what: str = "") -> JudgedProperty:
-    """Return the finding of means beside their theory: it fails where chance does not explain one of them.
-
-    Parameters
-    ----------
-    what : str
-        Unit of what is measured.
-    """
+    """Return the finding of means beside their theory: it fails where chance does not explain one of them (`what`: unit of what is measured)."""
     farthest = min(estimates, key=lambda each: -1.0 if math.isnan(each.p_value) else each.p_value)
     coarsest = max(estimate.resolution for estimate in estimates)
     verdict: Verdict = "holds" if coarsest <= COARSEST else "not resolved"
@@ -150,6 +144,8 @@ def answer_of(
 ) -> Tensor:
     """Return what somebody's function answers, as a tensor of its own.
 
+    Raises ZosimError if the function raises, or returns another shape.
+
     Parameters
     ----------
     *arguments
@@ -159,11 +155,6 @@ def answer_of(
         Has the shape that an answer must have.
     called, returned : str
         Hints: how the function is called, and what it is to return.
-
-    Raises
-    ------
-    ZosimError
-        If the function raises, or returns another shape.
     """
     try:
         answer = torch.as_tensor(function(*arguments))

@@ -12,20 +12,12 @@ from proofs_checks.oracles.registry import NonNegative, Positive, Real, oracle
 def straight_through(radius_in_steps: Positive, value_in_steps: Real) -> float:
     """Return ∂/∂x E[C(x + μu)] for rounding to the nearest: what is left of a derivative of 1.
 
-    Parameters
-    ----------
-    radius_in_steps : float
-        ``μ/s``, with the step ``s`` of the grid.
-    value_in_steps : float
-        ``x/s``.
+    - `radius_in_steps`: ``μ/s``, with the step ``s`` of the grid.
+    - `value_in_steps`: ``x/s``.
 
-    Notes
-    -----
     ``Σ_k s·φ_μ(x - (k + ½)s) = 1 + 2 Σ_m (-1)^m exp(-2π²m²μ²/s²) cos(2πmx/s)``. The first sum converges fast for a small radius,
     the second for a large one.
 
-    Examples
-    --------
     >>> round(straight_through(1.0, 0.0), 6), round(straight_through(0.1, 0.0), 6)
     (1.0, 3e-05)
     """
@@ -54,13 +46,9 @@ def codec_gradient_variance(
 ) -> float:
     """Return Var[g] of g = Σ w_i (C(a⁺_i) - C(a⁻_i))/2ε for activations rounded at random.
 
-    Notes
-    -----
     ``Σ w²(v⁺ + v⁻ - 2c)/4ε²``, with ``v = f(1 - f)s²``, and ``c = s⁺s⁻(min(f⁺, f⁻) - f⁺f⁻)`` where both roundings use the same random
     numbers.
 
-    Examples
-    --------
     >>> round(codec_gradient_variance([1.0], [0.5], [0.5], 1.0, 1.0, 0.5), 6)
     0.5
     """
@@ -81,8 +69,6 @@ def codec_gradient_variance(
 def biased_compression_floor(bias: NonNegative, gradient_norm: NonNegative) -> dict[str, float]:
     """Return the factor that a compressor of relative bias b leaves of a gradient, and the error that no averaging removes.
 
-    Examples
-    --------
     >>> biased_compression_floor(0.25, 2.0)
     {'factor': 0.75, 'error': 0.5}
     """

@@ -14,19 +14,12 @@ def compressed_gradient_bound(
 ) -> float:
     """Return (1 + C²)·L₂²·κ²·L_S², the bound of |∇f - ∇f̂|².
 
-    Parameters
-    ----------
-    first_gradient : float
-        ``C``, of the first submodel.
-    rest_smoothness : float
-        ``L₂``: as printed in the parameters alone, for which the bound does not hold; as corrected in activation and parameters.
-    kappa : float
-        Of the compressor.
-    output_bound : float
-        ``L_S``, the largest norm of what crosses.
+    - `first_gradient`: ``C``, of the first submodel.
+    - `rest_smoothness`: ``L₂``: as printed in the parameters alone, for which the bound does not hold; as corrected in activation
+      and parameters.
+    - `kappa`: of the compressor.
+    - `output_bound`: ``L_S``, the largest norm of what crosses.
 
-    Examples
-    --------
     >>> compressed_gradient_bound(2.0, 1.0, 0.5, 2.0)
     5.0
     """
@@ -46,21 +39,12 @@ def sparq_stationarity_bound(
 ) -> float:
     """Return what SparQ's inequality 41 allows the mean of E|∇f(x_t)|² over T steps to be.
 
-    Parameters
-    ----------
-    gap : float
-        ``D = f(x_0) - f*``.
-    compression : float
-        ``B``, the bound of lemma 1.
-    sigma : float
-        Of the noise in the data.
+    - `gap`: ``D = f(x_0) - f*``.
+    - `compression`: ``B``, the bound of lemma 1.
+    - `sigma`: of the noise in the data.
 
-    Notes
-    -----
     ``8D/Tη + 8μ²Ld/Tη + 7μ²L²(d + 3)³ + 12B + 4Lη(μ²L²(d + 6)³ + 4(d + 4)(2B + σ²))``. The term ``12B`` does not fall with ``T``.
 
-    Examples
-    --------
     >>> sparq_stationarity_bound(8, 1, 1.0, 1.0, 0.0, 0.0, compression=0.25)
     4.0
     """
@@ -78,8 +62,6 @@ def sparq_stationarity_bound(
 def sparq_admissible(dimension: Count, smoothness: Positive, horizon: Count) -> dict[str, float]:
     """Return the largest learning rate and smoothing radius that theorem 1 allows.
 
-    Examples
-    --------
     >>> sparq_admissible(4, 1.0, 100)
     {'learning_rate': 0.00390625, 'radius': 0.01}
     """
@@ -95,8 +77,6 @@ def sparq_messages(
 ) -> dict[str, int]:
     """Return activations and scalars that cross between stages in a step: as the paper counts them, and losses as zosim sends them.
 
-    Examples
-    --------
     >>> sparq_messages(2, 4)
     {'activations': 9, 'scalars_printed': 6, 'losses_sent': 9}
     """
@@ -125,17 +105,10 @@ def sparq_multinode_bounds(
 ) -> dict[str, float]:
     """Return lemma 5's bound of |∇f - ∇f̂|², and what theorem 2 allows the mean of E|∇f(x_t)|² to be, as printed and with its own factor.
 
-    Parameters
-    ----------
-    num_nodes, kappa, output_bound, psi : float
-        ``M``, ``κ``, ``L_S`` and ``Ψ``.
+    `num_nodes`, `kappa`, `output_bound`, `psi`: ``M``, ``κ``, ``L_S`` and ``Ψ``.
 
-    Notes
-    -----
     ``2Mκ²L_S²Ψ``; inequality 41 with it for ``B``, in which the print has ``12Mκ²L_S²Ψ`` where ``12B = 24Mκ²L_S²Ψ`` follows.
 
-    Examples
-    --------
     >>> sparq_multinode_bounds(8, 1, 3, 1.0, 1.0, 0.0, 0.0, kappa=0.5, output_bound=1.0, psi=1.0)
     {'lemma_5': 1.5, 'theorem_2': 10.0, 'theorem_2_corrected': 19.0}
     """

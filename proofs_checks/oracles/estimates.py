@@ -29,25 +29,15 @@ def estimate_moments(
 ) -> dict[str, float]:
     """Return the factor E[ĝ] = factor·∇f, the mean square E|ĝ|² and the variance E|ĝ - E[ĝ]|² of a quadratic loss.
 
-    Parameters
-    ----------
-    gradient_norm : float
-        ``|∇f|`` at the point.
-    hessian_trace, hessian_square : float
-        ``tr H`` and ``tr H²``; only a forward difference sees them.
-    hessian_diagonal_square : float
-        ``Σ H_ii²``; only signs see it.
-    num_perturbations : int
-        Independent perturbations that are averaged.
+    - `gradient_norm`: ``|∇f|`` at the point.
+    - `hessian_trace`, `hessian_square`: ``tr H`` and ``tr H²``; only a forward difference sees them.
+    - `hessian_diagonal_square`: ``Σ H_ii²``; only signs see it.
+    - `num_perturbations`: independent perturbations that are averaged.
 
-    Notes
-    -----
     ``g = ∇f·z`` of a central difference, plus ``(ε/2)·zᵀHz`` of a forward one; the product of the two is odd. So ``E|g·z|²`` is the
     energy times ``|∇f|²``, plus ``(ε²/4)·E[(zᵀHz)²|z|²]``: ``(d + 4)((tr H)² + 2 tr H²)`` for normals, ``d((tr H)² + 2(tr H² - Σ H_ii²))`` for
     signs, ``d²((tr H)² + 2 tr H²)/(d + 2)`` on the sphere. Of ``q`` perturbations: ``(E|g·z|² - |E|²)/q + |E|²``.
 
-    Examples
-    --------
     >>> estimate_moments("gaussian", dimension=8, num_perturbations=2)
     {'factor': 1.0, 'mean_square': 5.5, 'variance': 4.5}
     """
@@ -76,12 +66,8 @@ def quadratic_contraction(
 ) -> float:
     """Return E|θ_T - t|²/|θ_0 - t|² after T steps with normals on the loss ½|θ - t|².
 
-    Notes
-    -----
     A step multiplies it by ``1 - 2η + η²((d + 1)/q + 1)``.
 
-    Examples
-    --------
     >>> round(quadratic_contraction(8, 0.1), 6)
     0.9
     """
@@ -96,12 +82,8 @@ def quadratic_contraction(
 def quantized_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, scale: Positive) -> float:
     """Return the factor in E[ĝ] = factor·∇f of a linear loss, for perturbations rounded at random to few bits.
 
-    Notes
-    -----
     ``E[Q(u)²]`` for Q-RGE1; ``E[Q₁(u)Q₂(u)] = E[clamp(u)²]`` for Q-RGE2, which is 1 where nothing is clamped.
 
-    Examples
-    --------
     >>> round(quantized_estimate_factor("q-rge2", 8, 127 / 6), 6)
     1.0
     """
@@ -117,8 +99,6 @@ def quantized_estimate_factor(kind: Literal["q-rge1", "q-rge2"], bits: Bits, sca
 def shared_seed_mean(own_gradient: Real, other_gradient: Real) -> float:
     """Return the mean of g·u of one element whose number two stages both draw: the sum of both gradients.
 
-    Examples
-    --------
     >>> shared_seed_mean(1.0, -0.25)
     0.75
     """

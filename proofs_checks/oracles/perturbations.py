@@ -25,16 +25,11 @@ def perturbation_moments(
 ) -> dict[str, float]:
     """Return mean, second and fourth moment of an element, and the energy E[(a·z)²|z|²] for a unit vector a.
 
-    Parameters
-    ----------
-    distribution : str
-        The sphere's radius is ``√dimension``; ``low-rank`` is ``UVᵀ/√r`` of `rows` by `columns`; ``quantized-gaussian`` is a
-        normal rounded at random to grid values of `bits`, `scale` grid values per unit, one rounding used twice.
-    dimension : int
-        Of all but ``low-rank``.
+    - `distribution`: the sphere's radius is ``√dimension``; ``low-rank`` is ``UVᵀ/√r`` of `rows` by `columns`;
+      ``quantized-gaussian`` is a normal rounded at random to grid values of `bits`, `scale` grid values per unit, one rounding
+      used twice.
+    - `dimension`: of all but ``low-rank``.
 
-    Examples
-    --------
     >>> perturbation_moments("rademacher", dimension=8)
     {'mean': 0.0, 'second_moment': 1.0, 'fourth_moment': 1.0, 'energy': 8.0}
     >>> perturbation_moments("low-rank", rows=3, columns=4, rank=1)["energy"]
@@ -71,8 +66,6 @@ def energy(
 ) -> float:
     """Return E[(a·z)²|z|²] for a unit vector a: the mean square of an estimate g·z, in squares of the gradient.
 
-    Examples
-    --------
     >>> energy("gaussian", dimension=8)
     10.0
     """
@@ -82,8 +75,6 @@ def energy(
 def rounded_normal_moments(bits: int, scale: float) -> tuple[float, float]:
     """Return E[q²] and E[q⁴] of a normal rounded at random to ``2^(b-1) - 1`` grid values on either side of 0.
 
-    Notes
-    -----
     Within a cell ``[k, k + 1]/s`` the rounded number is ``k/s`` with probability ``k + 1 - sx`` and ``(k + 1)/s`` with ``sx - k``; beyond
     the last grid value it is that.
     """

@@ -112,13 +112,8 @@ def oracle_named(name: str) -> Oracle:
 def evaluate(name: str, parameters: Mapping[str, Any]) -> Any:
     """Return the value of an oracle: a number, or numbers by name.
 
-    Raises
-    ------
-    ZosimError
-        If there is no such oracle, or it does not take these parameters.
+    Raises ZosimError if there is no such oracle, or it does not take these parameters.
 
-    Examples
-    --------
     >>> evaluate("energy", {"distribution": "gaussian", "dimension": 8})
     10.0
     """

@@ -24,19 +24,11 @@ def rounding_moments(
 ) -> dict[str, float]:
     """Return mean, bias, variance and mean squared error of a number rounded to grid values, `scale` of them per unit.
 
-    Parameters
-    ----------
-    bits : int
-        Quantized values run from ``-(2^(b-1) - 1)`` to ``2^(b-1) - 1``.
-    clamped : bool
-        Without it there is no largest grid value.
+    - `bits`: quantized values run from ``-(2^(b-1) - 1)`` to ``2^(b-1) - 1``.
+    - `clamped`: without it there is no largest grid value.
 
-    Notes
-    -----
     ``E[Q(x)] = clamp(x)`` and ``Var[Q(x)] = f(1 - f)/s²``, with ``f`` the fraction of ``s·clamp(x)``.
 
-    Examples
-    --------
     >>> rounding_moments(0.3, 4, 1.0)
     {'mean': 0.3, 'bias': 0.0, 'variance': 0.21, 'mean_squared_error': 0.21}
     >>> rounding_moments(9.0, 4, 1.0)["mean"]
@@ -58,8 +50,6 @@ def rounding_moments(
 def clamped_normal_square(limit: Positive) -> float:
     """Return E[clamp(u, -limit, limit)²] of a standard normal.
 
-    Examples
-    --------
     >>> round(clamped_normal_square(2.0), 6)
     0.920537
     """
@@ -75,12 +65,8 @@ def restore_drift_bound(
 ) -> float:
     """Return the most that one walk to +ε, -ε and back can change a weight.
 
-    Notes
-    -----
     ``u·(|θ + εz| + |θ - εz| + |θ|)``, to first order in the unit roundoff ``u``: products cancel exactly, three additions round.
 
-    Examples
-    --------
     >>> restore_drift_bound(1.0, 0.0, 1e-3, "bfloat16")
     0.01171875
     """
@@ -95,14 +81,10 @@ def restore_drift_deviation(
 ) -> float:
     """Return the standard deviation of a weight after so many walks to +ε, -ε and back.
 
-    Notes
-    -----
     ``ulp(θ)·√(nq/2)``. The weight lies on its grid, so that with ``p = εz/ulp`` a walk moves it by ``2·round(p) - round(2p)`` units: by
     -1, 0 or 1 with probabilities ¼, ½ and ¼ where the fraction of ``p`` is uniform. (Independent errors of three additions would
     give half that variance: the first and the last are the same.) No power of two may be crossed on the way.
 
-    Examples
-    --------
     >>> restore_drift_deviation(1.5, 8, dtype="bfloat16")
     0.015625
     """
@@ -116,8 +98,6 @@ def restore_drift_deviation(
 def smallest_kept_update(weight: Real, dtype: Format = "bfloat16") -> float:
     """Return the size from which on an update that moves a weight away from 0 changes it, rounded to the nearest.
 
-    Examples
-    --------
     >>> smallest_kept_update(1.0, "bfloat16")
     0.00390625
     """
@@ -132,18 +112,11 @@ def nearest_contraction(
 ) -> dict[str, float]:
     """Return bounds of κ² in |x - C(x)|² <= κ²|x|² for rounding to the nearest on a symmetric grid per tensor.
 
-    Parameters
-    ----------
-    squares, largest : float
-        ``|x|²`` and ``max |x_i|``.
+    `squares`, `largest`: ``|x|²`` and ``max |x_i|``.
 
-    Notes
-    -----
     ``1 - max²/|x|²`` (no value is farther from its code than from 0, and the largest is a grid value), and ``(n - 1)(s/2)²/|x|²`` with
     the step ``s``, whichever is smaller.
 
-    Examples
-    --------
     >>> nearest_contraction(4.0, 1.0, 4, 16)["kappa_squared"] < 0.02
     True
     """
@@ -160,12 +133,8 @@ def nearest_contraction(
 def stochastic_expansion(step: NonNegative) -> float:
     """Return κ² = E|x - C(x)|²/E|x|² of normals rounded at random on a grid of this step, not clamped.
 
-    Notes
-    -----
     ``E[f(1 - f)]s²``, which is ``s²/6`` on a fine grid.
 
-    Examples
-    --------
     >>> round(stochastic_expansion(0.5), 6), stochastic_expansion(4.0) > 1
     (0.041667, True)
     """

@@ -18,22 +18,13 @@ Loss = Literal["linear", "quadratic", "cubic", "quartic", "exponential", "sine",
 def smoothed_loss(loss: Loss, t: Real, width: NonNegative) -> dict[str, float]:
     """Return E φ(t + w·ξ) for a standard normal ξ, and its derivative in t; w = ε|a|.
 
-    Parameters
-    ----------
-    loss : str
-        ``φ(t)``: the power of degree k is ``t^k/k!``, whose k-th derivative is 1 (linear t, quadratic t²/2, cubic t³/6, quartic t⁴/24);
-        exponential, sine, and absolute ``|t|``.
-    t : float
-        ``a·θ``.
-    width : float
-        ``w = ε|a|``.
+    - `loss`: ``φ(t)``: the power of degree k is ``t^k/k!``, whose k-th derivative is 1 (linear t, quadratic t²/2, cubic t³/6,
+      quartic t⁴/24); exponential, sine, and absolute ``|t|``.
+    - `t`: ``a·θ``.
+    - `width`: ``w = ε|a|``.
 
-    Notes
-    -----
     With ``f(θ) = φ(a·θ)``, ``E[g·z] = derivative·a`` for central and forward differences alike.
 
-    Examples
-    --------
     >>> smoothed_loss("quartic", 1.0, 2.0)["derivative"]
     2.1666666666666665
     """
@@ -63,12 +54,8 @@ def smoothed_loss(loss: Loss, t: Real, width: NonNegative) -> dict[str, float]:
 def estimate_bias(loss: Loss, t: Real, width: NonNegative) -> float:
     """Return the derivative of the smoothed loss less that of the loss: the bias of g·z along a, per unit of a.
 
-    Notes
-    -----
     ``w²φ'''(t)/2 + O(w⁴)``: of second order in ε, for central and forward differences alike.
 
-    Examples
-    --------
     >>> round(estimate_bias("quartic", 1.0, 2.0), 9)
     2.0
     """
@@ -80,12 +67,8 @@ def estimate_bias(loss: Loss, t: Real, width: NonNegative) -> float:
 def rademacher_expected_gradient(a: list[Real], t: Real, epsilon: Positive) -> list[float]:
     """Return E[g·z] of the loss exp(a·θ) along random signs, with t = a·θ.
 
-    Notes
-    -----
     ``exp(t)·Π_j cosh(εa_j)·tanh(εa_i)/ε``.
 
-    Examples
-    --------
     >>> [round(x, 6) for x in rademacher_expected_gradient([1.0, 0.0], 0.0, 0.5)]
     [1.042191, 0.0]
     """
@@ -99,12 +82,8 @@ def smoothing_bounds(
 ) -> dict[str, float]:
     """Return bounds of |f_ε - f|, |∇f_ε - ∇f| and E|ĝ|² for a loss with L-Lipschitz gradient.
 
-    Notes
-    -----
     ``ε²Ld/2``, ``εL(d + 3)^{3/2}/2`` and ``ε²L²(d + 6)³/2 + 2(d + 4)|∇f|²``.
 
-    Examples
-    --------
     >>> smoothing_bounds(6, 0.1, 1.0)["value"]
     0.030000000000000006
     """
@@ -130,17 +109,10 @@ def ridge_estimate_moments(
 ) -> dict[str, float]:
     """Return the mean of an estimate along a, its mean square and its variance, for a loss φ(a·θ) with t = a·θ.
 
-    Parameters
-    ----------
-    slope_norm : float
-        ``|a|``.
+    `slope_norm`: ``|a|``.
 
-    Notes
-    -----
     ``g`` is a function of ``ξ = a·z/|a|`` alone: ``E|g·z|² = E[g²(ξ² + d - 1)]``, by Gauss-Hermite quadrature with 60 nodes.
 
-    Examples
-    --------
     >>> ridge_estimate_moments("linear", 0.0, 2.0, 0.1, 8)["mean_square"]
     40.0
     """

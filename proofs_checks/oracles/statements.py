@@ -13,12 +13,8 @@ def sharp_smoothing_bounds(
 ) -> dict[str, float]:
     """Return bounds of |∇f_ε - ∇f| and E|ĝ|² below those that SparQ prints.
 
-    Notes
-    -----
     ``εL·min(√(2/π)(d + 1)/2, √d)``, reached by ``Lx|x|/2`` at 0, and ``(ε²/2)L²d(d + 2)(d + 4) + 2(d + 2)|∇f|²``.
 
-    Examples
-    --------
     >>> sharp_smoothing_bounds(2, 0.0, 1.0, 1.0)["mean_square"]
     8.0
     """
@@ -36,17 +32,10 @@ def smoothed_gradient_bounds(
 ) -> dict[str, float]:
     """Return bounds of |∇f_ε|² by |∇f| (and the reverse), and of the difference of both gaps to the minimum.
 
-    Parameters
-    ----------
-    other_norm : float
-        ``|∇f|``, or ``|∇f_ε|`` for the reverse.
+    `other_norm`: ``|∇f|``, or ``|∇f_ε|`` for the reverse.
 
-    Notes
-    -----
     ``2b² + (ε²/2)L²(d + 3)³`` and ``ε²Ld``.
 
-    Examples
-    --------
     >>> smoothed_gradient_bounds(1, 0.0, 1.0, 1.5)["square"]
     4.5
     """
@@ -62,17 +51,10 @@ def perturbation_error(
 ) -> float:
     """Return E|ĝ - ∇L|²/|∇L|² of a mean over perturbations, each over shards that share its perturbation.
 
-    Parameters
-    ----------
-    spread : float
-        ``v``, the mean squared distance of a shard's gradient from ``∇L`` over ``|∇L|²``.
+    `spread`: ``v``, the mean squared distance of a shard's gradient from ``∇L`` over ``|∇L|²``.
 
-    Notes
-    -----
     ``((d + 1) + (d + 2)·v/K)/Q``: shards lower the noise of data alone.
 
-    Examples
-    --------
     >>> perturbation_error(10, 4)
     0.5
     """
@@ -83,13 +65,8 @@ def perturbation_error(
 def one_point_error(level: Real, gradient_norm: NonNegative, dimension: Count, epsilon: Positive) -> float:
     """Return E|L(w + εu)u/ε - ∇L|² = dL²/ε² + (d + 1)|∇L|².
 
-    Parameters
-    ----------
-    level : float
-        ``L(w)``.
+    `level`: ``L(w)``.
 
-    Examples
-    --------
     >>> one_point_error(1.0, 0.0, 4, 0.5)
     16.0
     """
@@ -100,12 +77,8 @@ def one_point_error(level: Real, gradient_norm: NonNegative, dimension: Count, e
 def low_rank_entry_moments(rank: Count) -> dict[str, float]:
     """Return variance and fourth moment of an entry, and E[z²z'²] of two entries of a row.
 
-    Notes
-    -----
     1, ``3 + 6/r`` and ``1 + 2/r``: of the normal's scale at every rank, of its law in the limit.
 
-    Examples
-    --------
     >>> low_rank_entry_moments(2)
     {'variance': 1.0, 'fourth_moment': 6.0, 'row_product': 2.0}
     """
@@ -116,8 +89,6 @@ def low_rank_entry_moments(rank: Count) -> dict[str, float]:
 def exchange_share(num_ranks: Count, link_over_lane: Positive) -> float:
     """Return ``(n - 1)·B_PCIe/B_NVLink``, what the exchange between devices takes against the upload.
 
-    Examples
-    --------
     >>> exchange_share(8, 14.0)
     0.5
     """
@@ -128,13 +99,8 @@ def exchange_share(num_ranks: Count, link_over_lane: Positive) -> float:
 def pair_speedup(transfer: NonNegative, forward: Positive) -> float:
     """Return ``max(t, 2c)/max(t, c)``, the speedup of two ranks that forward at one point each.
 
-    Parameters
-    ----------
-    transfer, forward : float
-        Seconds of a block's transfer, and of one of its forwards.
+    `transfer`, `forward`: seconds of a block's transfer, and of one of its forwards.
 
-    Examples
-    --------
     >>> pair_speedup(0.0, 1.0), pair_speedup(1.5, 1.0), pair_speedup(9.0, 1.0)
     (2.0, 1.3333333333333333, 1.0)
     """
@@ -145,15 +111,9 @@ def pair_speedup(transfer: NonNegative, forward: Positive) -> float:
 def rounded_square_excess(step: Positive, value: Real) -> float:
     """Return ``f(1 - f)s²/2``, what rounding an activation at random adds to half its square.
 
-    Parameters
-    ----------
-    step : float
-        ``s``, of the grid.
-    value : float
-        ``a``; ``f`` is the fraction of ``a/s``.
+    - `step`: ``s``, of the grid.
+    - `value`: ``a``; ``f`` is the fraction of ``a/s``.
 
-    Examples
-    --------
     >>> rounded_square_excess(0.5, 0.25)
     0.03125
     """

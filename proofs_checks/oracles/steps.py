@@ -19,19 +19,11 @@ def zo2_step_seconds(
 ) -> dict[str, float]:
     """Return the seconds of a periodic offloaded step, overlapped and one after the other.
 
-    Parameters
-    ----------
-    block : float
-        Seconds of all forwards of a block in a step.
-    transfer : float
-        Seconds of a block's copy, one way.
+    - `block`: seconds of all forwards of a block in a step.
+    - `transfer`: seconds of a block's copy, one way.
 
-    Notes
-    -----
     ``h + max(max(e, t) + N·c, N·t + c)``; ``e + N·(2t + c) + h``.
 
-    Examples
-    --------
     >>> zo2_step_seconds(3, 1.0, 2.0)
     {'overlapped': 7.0, 'serial': 15.0}
     """
@@ -48,8 +40,6 @@ def zo2_traffic_bytes(
 ) -> dict[str, float]:
     """Return the bytes that an offloaded step copies up and down; perturbations do not change them.
 
-    Examples
-    --------
     >>> zo2_traffic_bytes(3, 10.0, "immediate")
     {'uploads': 60.0, 'offloads': 60.0}
     """
@@ -69,20 +59,12 @@ def distzo2_step_seconds(
 ) -> dict[str, float]:
     """Return the seconds of a step with sliced uploads, as printed, as a filled pipeline, and as a whole.
 
-    Parameters
-    ----------
-    lane_bytes_per_s, link_bytes_per_s : float
-        Of a device's way to the host, and to the next device; nobody else uses them.
-    block_compute : float
-        Seconds of a block's forwards.
+    - `lane_bytes_per_s`, `link_bytes_per_s`: of a device's way to the host, and to the next device; nobody else uses them.
+    - `block_compute`: seconds of a block's forwards.
 
-    Notes
-    -----
     As printed ``T_block = M/nB + (n-1)M/nL``, ``T_step = max(N·T_block, N·c)``. Uploads, exchanges, forwards and offloads of different
     blocks overlap: ``u + g + c + (N - 1)·max(u, g, c, o) + h`` with ``u = o = M/nB`` and ``g = (n-1)M/nL``.
 
-    Examples
-    --------
     >>> distzo2_step_seconds(4, 2, 2.0, 1.0, 1.0, 0.5)
     {'block_printed': 2.0, 'printed': 8.0, 'filled': 4.0, 'corrected': 5.5}
     """
@@ -101,8 +83,6 @@ def distzo2_step_seconds(
 def slicing_break_even(num_ranks: Count) -> float:
     """Return the bandwidth of links over that of lanes below which slicing loses, where transfers limit a step.
 
-    Examples
-    --------
     >>> slicing_break_even(4)
     0.75
     """
@@ -124,12 +104,8 @@ def first_order_step(
 ) -> dict[str, float]:
     """Return seconds of even stages with free messages, messages a step, and bytes of a block's activations in half precision.
 
-    Notes
-    -----
     ``(m + p - 1)(f + b)``; an activation and a gradient across each boundary for every microbatch; ``s·b·h·(34 + 5·a·s/h)``.
 
-    Examples
-    --------
     >>> first_order_step(4, 2, 1.0, 2.0)["seconds"]
     15.0
     """

@@ -28,8 +28,6 @@ class PrintedError(ZosimError):
 def printed_rows() -> tuple[TableRow, ...]:
     """Return the cells that can be predicted: tables in the order of their files' names, cells as they are printed.
 
-    Examples
-    --------
     >>> cell = next(row for row in printed_rows() if row["paper"] == "ZO2")
     >>> cell["model"], cell["method"], cell["precision"], cell["quantity"], cell["value"], cell["unit"]
     ('OPT-1.3B', 'MeZO', 'fp32', 'memory', '8898', 'MB')
@@ -66,20 +64,11 @@ def printed_table(
 ) -> dict[str, dict[str, TableRow]]:
     """Return cells by row and column, rows as they are printed. A row that lacks one of the columns is left out.
 
-    Parameters
-    ----------
-    columns : mapping
-        By the name of a column, what the fields of its cells hold; ``table`` is paper and number.
-    row : str
-        What a row is called: words with the names of fields in braces.
+    - `columns`: by the name of a column, what the fields of its cells hold; ``table`` is paper and number.
+    - `row`: what a row is called: words with the names of fields in braces.
 
-    Raises
-    ------
-    PrintedError
-        If there is no such table or field, a column has no cell, or two of a row.
+    Raises PrintedError if there is no such table or field, a column has no cell, or two of a row.
 
-    Examples
-    --------
     ZO2's table 1 prints tokens/s; MeZO cannot run models above 13B.
 
     >>> speed = {"table": "ZO2 1", "precision": "fp16", "quantity": "throughput"}

@@ -72,13 +72,8 @@ def _number(text: str) -> tuple[float, float]:
 def judged(expression: str, columns: Mapping[str, Figures]) -> dict[str, Outcome]:
     """Return whether a comparison is so, row by row; by the row and the comparison in words.
 
-    Raises
-    ------
-    PrintedError
-        If it is none, or names what is not there.
+    Raises PrintedError if it is none, or names what is not there.
 
-    Examples
-    --------
     >>> ours = Figures.rounded(["84.5", "92.3"], ("OPT-125M", "OPT-1.3B"))
     >>> theirs = Figures.rounded(["87.5", "91.7"], ("OPT-125M", "OPT-1.3B"))
     >>> {

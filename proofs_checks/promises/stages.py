@@ -61,8 +61,6 @@ def check_one_perturbation_each(context: Context) -> Outcome:
 def check_independent(context: Context) -> Outcome:
     """Compare the mean product of the numbers that two stages draw with 0.
 
-    Notes
-    -----
     Were each stage's generator reset to the step's seed, as algorithms 1 to 3 have it, the second would draw the
     numbers of the first again: the product's mean were 1, and ``E[g·u⁽¹⁾] = ∇₁f + ∇₂f``.
     """

@@ -72,14 +72,9 @@ def literal_values(
 ) -> Array:
     """Return what weights are in a format: the nearest of its values, under the scale that errs least among those given.
 
-    Parameters
-    ----------
-    weights : numpy.ndarray
-        Shape (outputs, inputs).
-    has_zero_point : bool
-        Quantized values then run from 0 to the largest, and a whole number is taken off.
-    factors : sequence of float
-        Of the scale that spans the largest weight.
+    - `weights`: shape (outputs, inputs).
+    - `has_zero_point`: quantized values then run from 0 to the largest, and a whole number is taken off.
+    - `factors`: of the scale that spans the largest weight.
     """
     grouped = grouped_by(weights, scope)
     if has_zero_point:
@@ -243,10 +238,7 @@ def _handed(uniforms: Array) -> Callable[[int, int], Tensor]:
 class Sparse:
     """Perturbations of one matrix as a run draws them, in values, beside which rows are not 0.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Outputs, which a row of zeros is one of, and inputs.
+    `shape`: outputs, which a row of zeros is one of, and inputs.
     """
 
     def __init__(self, rounding: RoundedPerturbation, shape: tuple[int, int], seed: int) -> None:

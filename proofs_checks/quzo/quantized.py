@@ -35,8 +35,6 @@ _CLAMPED, _WIDE = 2.0, 6.0
 def check_estimators(context: Context) -> Outcome:
     """Compare Q-RGE1 and Q-RGE2 of a linear loss with the gradient times moments in closed form.
 
-    Notes
-    -----
     ``E[(û₁·∇)û₂] = m·∇`` is asserted of its parts: ``E[q₁q₂]`` of one element, over all elements at once, and products of unlike
     elements, which vanish. Their variances do not grow with the dimension.
     """
@@ -76,8 +74,6 @@ _BEYOND = (2.4, -5.0, 2.001, 100.0)
 def check_perturbations(numbers: tuple[float, ...], context: Context) -> Outcome:
     """Compare what runs round given numbers of a perturbation to, and how often up, with the quantized values next to them and the clamped numbers.
 
-    Notes
-    -----
     Two values and their mean fix the variance, ``f(1 - f)/s²``.
     """
     count = context.samples(400_000, 40_000)

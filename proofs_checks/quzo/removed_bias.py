@@ -15,8 +15,6 @@ from proofs_checks.quzo.statements import enumerated_moments
 def check_bias_is_small(_context: Context) -> Outcome:
     """Compare what one rounding used twice changes in mean and square of an estimate, 8 bits, with a thousandth.
 
-    Notes
-    -----
     The mean is ``E[Q²]`` of the gradient, so that steps of learning rate η are steps of ``vη``: along a perturbation of curvature 1 they are
     ``e^{-t}`` and ``e^{-vt}`` of the start, which are never farther apart than ``(1 - v)/ve``.
     """

@@ -155,8 +155,6 @@ def check_roundings_differ(_context: Context) -> Outcome:
 def enumerated_moments(rounding: RoundedPerturbation) -> tuple[float, float, float]:
     """Return ``E[Q²]``, ``E[Q₁Q₂]`` and ``E[Q₁²Q₂²]`` of roundings of a normal, value by value and by quadrature.
 
-    Examples
-    --------
     >>> [round(moment, 3) for moment in enumerated_moments(Reaching("gaussian", 8, limit=6.35))]
     [1.0, 1.0, 3.001]
     """
@@ -284,8 +282,6 @@ def check_second_is_nearer(_context: Context) -> Outcome:
 def check_first_can_be_nearer(_context: Context) -> Outcome:
     """Show scales at which Q-RGE1's mean is nearer to the gradient, and that both are multiples of it.
 
-    Notes
-    -----
     Both means are along the gradient, so a learning rate takes the factor in; relative to its mean, Q-RGE1 also has the
     smaller second moment in many dimensions: both have ``(d - 1)E[Q²]²`` and one divides by ``E[Q²]²``.
     """
@@ -313,12 +309,8 @@ def check_first_can_be_nearer(_context: Context) -> Outcome:
 def relative_squares(bits: int, level: float, dimension: int) -> tuple[float, float]:
     """Return ``E|ĝ|²/|E ĝ|²`` of Q-RGE1 and of Q-RGE2 for a linear loss, perturbations of normals rounded up to `level`.
 
-    Notes
-    -----
     ``(E[Q⁴] + (d - 1)m²)/m²`` with ``m = E[Q²]``, and ``(E[Q₁²Q₂²] + (d - 1)m²)/c²`` with ``c = E[Q₁Q₂]``.
 
-    Examples
-    --------
     >>> round(relative_squares(8, 6.0, 100)[0], 2)
     102.0
     """
@@ -368,8 +360,6 @@ def check_unit_variance(mean: float, _context: Context) -> Outcome:
 def contraction(rate: float, curvature: float, dimension: int) -> float:
     """Return ``1 - 2ηh + η²h²(d + 2)``, by which a step multiplies ``E‖θ‖²`` on ``h‖θ‖²/2`` with normals.
 
-    Examples
-    --------
     >>> contraction(0.1, 1.0, 8)
     0.9
     """
@@ -505,12 +495,9 @@ def algorithm_1(
 ) -> Array:
     """Return the weights after lines 4 to 14 of QuZO's algorithm 1 read literally, without the rounding of the update.
 
-    Parameters
-    ----------
-    pairs : sequence of pair of numpy.ndarray
-        The roundings ``(u_{i,1}, u_{i,2})`` of each perturbation.
-    kept : bool
-        Line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next perturbation sees.
+    - `pairs`: the roundings ``(u_{i,1}, u_{i,2})`` of each perturbation.
+    - `kept`: line 13 sets ``w_{t+1}`` from a ``w_t`` that stays as it was; else it changes the weights that the next perturbation
+      sees.
     """
     now, after = w.copy(), w.copy()
     for first, second in pairs:

@@ -106,18 +106,11 @@ def estimates(
     Every step starts at `theta`, runs with learning rate 1, and what the weights lose is the estimate ``g·z``
     (the mean over perturbations).
 
-    Parameters
-    ----------
-    theta : torch.Tensor
-        Shape (d,), float64.
-    num_steps : int
-        Sample size ``n``.
-    distribution : str
-        Distribution of the perturbations.
-    rng : str
-        What they are drawn from.
-    **estimator
-        Other fields of the plan's estimator.
+    - `theta`: shape (d,), float64.
+    - `num_steps`: sample size ``n``.
+    - `distribution`: distribution of the perturbations.
+    - `rng`: what they are drawn from.
+    - `**estimator`: other fields of the plan's estimator.
 
     Returns
     -------

@@ -91,14 +91,9 @@ def perturbations(
 ) -> list[Tensor]:
     """Return the perturbation of one index and step, a tensor for each parameter.
 
-    Parameters
-    ----------
-    shapes : sequence
-        Of the parameters, in registration order.
-    seed : int
-        Of the step and perturbation.
-    order : sequence of int, optional
-        Positions of the parameters in the order in which ``mezo`` draws for them; by default registration order.
+    - `shapes`: of the parameters, in registration order.
+    - `seed`: of the step and perturbation.
+    - `order`: positions of the parameters in the order in which ``mezo`` draws for them; by default registration order.
     """
     z: list[Tensor] = [torch.empty(0)] * len(shapes)
     if rng == "mezo":

@@ -34,8 +34,6 @@ NUM_UNIFORMS = 256
 class Reaching(RoundedPerturbation):
     """A rounded perturbation with a range of its own, where plans take that of least error.
 
-    Examples
-    --------
     >>> Reaching("gaussian", 8, limit=6.35).scale
     20.0
     """
@@ -82,8 +80,6 @@ def qvalues_of(numbers: Tensor, rounding: RoundedPerturbation, uniforms: Tensor 
 def qvalues_and_probabilities(value: float, rounding: RoundedPerturbation) -> list[tuple[int, float]]:
     """Return the quantized values that a run makes of one number, with their probabilities: over uniforms in even steps.
 
-    Examples
-    --------
     >>> qvalues_and_probabilities(0.25, Reaching("gaussian", 4, limit=7.0))
     [(0, 0.75), (1, 0.25)]
     """

@@ -131,13 +131,8 @@ def distance(chain: Chain, compress: Function, mu: float, seed: int) -> float:
 def distance_bound(chain: Chain, kappa: float, tilt: float) -> float:
     """Return a bound of ``‖∇f - ∇f̂‖²`` everywhere, and so of ``‖∇f_μ - ∇f̂_μ‖²`` for any μ.
 
-    Parameters
-    ----------
-    kappa, tilt : float
-        ``‖C(a) - a‖ <= κ‖a‖`` and ``‖DC(a) - I‖ <= κ₁``.
+    `kappa`, `tilt`: ``‖C(a) - a‖ <= κ‖a‖`` and ``‖DC(a) - I‖ <= κ₁``.
 
-    Notes
-    -----
     Errors pass on: what enters stage i + 1 is off by ``e_i = κ·output_i + gain_i·e_{i-1}``, which is
     ``κ Σ_j (Π_l gain_l) output_j`` over j <= i and the stages l after j. Slopes of the rest are off by ``δ``, from the last stage to the first.
     """
@@ -287,8 +282,6 @@ def _arrived(values: Tensor) -> Tensor:
 def check_rounded_gap(_context: Context) -> Outcome:
     """Compare ``|∇f̂ - ∇f̂_μ|`` at the border of two grid values, for f the second activation itself, with (15) for it.
 
-    Notes
-    -----
     There ``f̂`` jumps by a step ``s``, so ``∇f̂_μ = s/(μ√2π)`` up to the tails; the proof's ``∇f̂`` is 1. ``κ < 1`` for two
     activations, whatever they are.
     """

@@ -162,8 +162,6 @@ _RADII = ((False, 1e-3), (False, 0.5), (True, 0.03), (True, 0.5))
 def check_gradient_noise(context: Context) -> Outcome:
     """Compare mean and variance of a projected gradient through stochastic rounding with theory, by random numbers.
 
-    Notes
-    -----
     The variance in two parts: what single elements vary by, whose sum hardly varies from message to message, and what pairs of them
     vary together by, which is nothing.
     """

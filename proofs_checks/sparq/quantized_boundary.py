@@ -44,8 +44,6 @@ def _radius(horizon: int) -> float:
 def check_lemma(context: Context) -> Outcome:
     """Compare ``‖∇f - ∇f̂‖²`` with lemma 4's bound, ``L₂`` taken in activation and parameters; and alone in these.
 
-    Notes
-    -----
     ``S₁(x) = C·Qx`` with an orthogonal ``Q``, ``F∘S₂(a; y) = ½(a; y)ᵀH(a; y)``: ``C`` and ``L₂ = ‖H‖`` are exact. All
     values but one are below half a step, so that the codec's ``κ² = 1 - max²/‖a‖²`` is reached.
     """
@@ -64,8 +62,6 @@ def check_lemma(context: Context) -> Outcome:
 def check_lemma_without_activation(context: Context) -> Outcome:
     """Compare ``‖∇f - ∇f̂‖²`` of a rest that is linear in its parameters with ``‖a - C(a)‖²``; the bound is 0.
 
-    Notes
-    -----
     ``F∘S₂(a; y) = a·y``: its gradient in ``y`` is ``a``, the same for all ``y``, so that ``L₂ = 0`` as assumption 3
     defines it. Compression changes that gradient from ``a`` to ``C(a)``. ``S₁``'s gradient is ``Qᵀy``, unchanged.
     """
@@ -123,8 +119,6 @@ def _lemma(seed: int, bits: int, hessian: Tensor, *, slope: float) -> tuple[floa
 def check_quadratic(context: Context) -> Outcome:
     """Compare steps on ``½‖θ - t‖²`` with ``(δ·z)z``, their mean contraction with theory, and the mean over T with theorem 1's bound.
 
-    Notes
-    -----
     ``E‖δ - η(δ·z)z‖²`` over normals ``z`` is a polynomial's mean: three nodes in each dimension give it exactly.
     """
     generator = generator_on(_CPU, context.seed)
@@ -162,8 +156,6 @@ _HORIZON = 10_000_000
 def check_stall(context: Context) -> Outcome:
     """Measure how far weights move from a point that is no minimum, where all grid values but the largest are 0.
 
-    Notes
-    -----
     The first half of ``θ`` is the activation, the second the rest's parameters, ``f = ½‖θ - t‖²``, and ``f̂`` has the
     activation through the codec. The largest activation is at its target, the others are 0 and short of theirs by 0.4
     steps. Nothing that theorem 1's radius can do changes a grid value.
@@ -234,8 +226,6 @@ _PLACES = (0.0, 0.25, 0.45)
 def check_radius(context: Context) -> Outcome:
     """Compare the mean estimate through a codec, at several radii and places in a cell, with theory.
 
-    Notes
-    -----
     Rounding to the nearest leaves nothing to chance: its mean over normals is summed on a fine grid. Rounding at random is sampled.
     """
     outcomes: dict[str, Outcome] = {}

@@ -196,8 +196,6 @@ def check_descent_lemma(context: Context) -> Outcome:
 def quadratic_gap(squared_distance: float, smoothness: float) -> float:
     """Return ``L‖y - x‖²/2`` (SparQ, equation 11).
 
-    Examples
-    --------
     >>> quadratic_gap(4.0, 1.5)
     3.0
     """
@@ -384,8 +382,6 @@ def check_excess_gap(_context: Context) -> Outcome:
 def check_assumption_two(_context: Context) -> Outcome:
     """Show that a bounded, smooth loss's zeroth-order gradient is not its gradient on average, at any μ.
 
-    Notes
-    -----
     ``f = sin``: gradients bounded by 1, Lipschitz with 1. ``E[g·u] = exp(-μ²/2)cos x``. More is true: if ``∇f_μ = ∇f``
     everywhere, the Fourier transform of ``∇f`` times ``1 - exp(-μ²k²/2)`` vanishes, so ``f`` is affine or its gradient is
     unbounded.

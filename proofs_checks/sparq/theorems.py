@@ -104,8 +104,6 @@ def right_40_printed(t: Terms) -> Fraction:
 def mean_41(t: Terms) -> Fraction:
     """Return the bound (41) of ``(1/T)ΣE‖∇f(x_t)‖²``, with ``d`` where it prints ``n``.
 
-    Examples
-    --------
     >>> half = Fraction(1, 2)
     >>> mean_41(Terms(half, Fraction(0), Fraction(1), 1, 4, Fraction(1), Fraction(0), Fraction(0)))
     Fraction(4, 1)
@@ -425,18 +423,11 @@ def literal_run(
 ) -> float:
     """Return ``(1/T)Σ‖∇f(x_t)‖²`` of zeroth-order descent on `through`, a literal loop over algorithm 1 with exact data.
 
-    Parameters
-    ----------
-    through : callable
-        ``f̂``, from shape (n, d) and the compressor's draw of this step, signs of shape (n,), to shape (n,).
-    gradient : callable
-        ``∇f`` of the loss without compression, from shape (n, d).
-    start : numpy.ndarray
-        Shape (n, d): n runs side by side.
-    rate, radius : float
-        ``η`` and ``μ``.
-    horizon : int
-        ``T``.
+    - `through`: ``f̂``, from shape (n, d) and the compressor's draw of this step, signs of shape (n,), to shape (n,).
+    - `gradient`: ``∇f`` of the loss without compression, from shape (n, d).
+    - `start`: shape (n, d): n runs side by side.
+    - `rate`, `radius`: ``η`` and ``μ``.
+    - `horizon`: ``T``.
     """
     generator = np.random.default_rng(seed)
     x, total = start.copy(), 0.0
@@ -498,8 +489,6 @@ def _own_gradient(x: Array) -> Array:
 def check_constant_term(context: Context) -> Outcome:
     """Run a smooth f̂ for more and more steps: the mean squared gradient tends to a constant, not to 0.
 
-    Notes
-    -----
     ``S₁(x₁) = sin x₁`` is bounded by 1 and smooth with a bounded gradient; ``F∘S₂(a; x₂) = ½(a - t)² + 1 - cos x₂`` on the
     bounded range of ``a``, too. ``C(a) = (1 ± κ)a`` with probabilities ½ is unbiased *and* contracts, so it is what assumption 5
     says and what its title says. Both evaluations of a step see one draw of it.
@@ -585,8 +574,6 @@ def check_lemma_5(_context: Context) -> Outcome:
 def check_theorem_2(context: Context) -> Outcome:
     """Run the chain from the minimum of f̂: the mean squared gradient stays near 3, and theorem 2's bound falls below it.
 
-    Notes
-    -----
     ``L = 3`` and ``d = 3``, exact data. ``D`` is 1: the cosine is 0 at ``K`` and nowhere below -1.
     """
     horizon = 20_000

@@ -74,16 +74,10 @@ def literal_mezo(chain: Sequence[Tensor], rates: Sequence[float]) -> None:
 def literal_zo2(chain: Sequence[Tensor], rates: Sequence[float], *, own_rate: bool, flushed: bool) -> None:
     """Run algorithm 1 in place, a step for each learning rate.
 
-    Parameters
-    ----------
-    chain : sequence of torch.Tensor
-        Embedding, blocks and head in turn, each handed to DualForward.
-    rates : sequence of float
-        ``η_t``.
-    own_rate : bool
-        An update uses the learning rate of the step that its g is of; else that of the step in which it runs.
-    flushed : bool
-        The last step's update is applied behind the loop, which the print leaves out.
+    - `chain`: embedding, blocks and head in turn, each handed to DualForward.
+    - `rates`: ``η_t``.
+    - `own_rate`: an update uses the learning rate of the step that its g is of; else that of the step in which it runs.
+    - `flushed`: the last step's update is applied behind the loop, which the print leaves out.
     """
     generator, buffer, g = torch.Generator(), deque[Tensor](), 0.0
 
@@ -215,13 +209,8 @@ class BlockSeconds:
 def most_resident(count: int, seconds: BlockSeconds, *, waits_for_offloads: bool = False) -> int:
     """Return how many blocks lie on the device at once under algorithm 2 as printed, three streams and its waits alone.
 
-    Parameters
-    ----------
-    waits_for_offloads : bool
-        The host also waits for the offload of block ``i - 2`` before it launches that of ``i - 1``.
+    `waits_for_offloads`: the host also waits for the offload of block ``i - 2`` before it launches that of ``i - 1``.
 
-    Examples
-    --------
     >>> most_resident(12, BlockSeconds(1.0, 1.0, 1.0))
     3
     """

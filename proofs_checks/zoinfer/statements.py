@@ -318,8 +318,6 @@ def check_conditional_mean(_context: Context) -> Outcome:
 def conditional_mean(slope: Array, right: Array) -> Array:
     """Return ``G·V·Vᵀ/r``, the mean of a low-rank estimate while ``V`` is kept.
 
-    Examples
-    --------
     >>> conditional_mean(np.eye(2), np.array([[1.0], [0.0]])).tolist()
     [[1.0, 0.0], [0.0, 0.0]]
     """
@@ -377,8 +375,6 @@ def check_increments_in_float(_context: Context) -> Outcome:
 def largest_interval_count(rows: int, columns: int, rank: int) -> int:
     """Return how many intervals' increments weigh as much as the matrix itself: ``⌈mn/(r(m + n))⌉``.
 
-    Examples
-    --------
     >>> largest_interval_count(5120, 5120, 2)
     1280
     """

@@ -176,15 +176,10 @@ def mean_rank_correlation(
 ) -> float:
     """Return the mean over printed rows of Spearman's correlation of printed and predicted numbers.
 
-    Parameters
-    ----------
-    predicted : array
-        NaN where nothing is.
-    apart : frozenset of str
-        Places of cells that are not ranked.
-    is_strict : bool
-        Whether equal numbers share the mean of their ranks in print too. Otherwise what print does not tell apart counts
-        as in the order predicted.
+    - `predicted`: NaN where nothing is.
+    - `apart`: places of cells that are not ranked.
+    - `is_strict`: whether equal numbers share the mean of their ranks in print too. Otherwise what print does not tell apart
+      counts as in the order predicted.
     """
     rows: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for cell, value in zip(requested, predicted.tolist(), strict=True):

@@ -42,15 +42,9 @@ def blank_answers(unit: Unit, student: str) -> str:
 def check(unit: Unit, files: Iterable[Path], student: str | None = None) -> Result:
     """Return the marks of a student's ``answers.json`` and ``solution.py``; what is not there has no points.
 
-    Parameters
-    ----------
-    student : str, optional
-        Who hands them in, where the grader knows it.
+    `student`: who hands them in, where the grader knows it.
 
-    Raises
-    ------
-    ZosimError
-        If the answers cannot be read or belong to somebody else, or the solution uses what it may not.
+    Raises ZosimError if the answers cannot be read or belong to somebody else, or the solution uses what it may not.
     """
     by_suffix = {file.suffix: file for file in files}
     name, answers = _answers(unit, by_suffix.get(".json"), student)

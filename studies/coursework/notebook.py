@@ -14,8 +14,6 @@ _CELL = re.compile(r"^# %%(?P<text> \[markdown\])?\n", re.MULTILINE)
 def cells(script: str) -> Iterator[tuple[str, str]]:
     r"""Yield type and source of each cell; what stands before the first belongs to none.
 
-    Examples
-    --------
     >>> list(cells("# %% [markdown]\n# A sum\n# %%\n1 + 1\n"))
     [('markdown', 'A sum'), ('code', '1 + 1')]
     """

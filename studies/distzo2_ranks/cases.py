@@ -98,8 +98,6 @@ def _planned(
 def squares(num_samples: int = 20_000, *, epsilon: float = 1e-3, seed: int = 0) -> tuple[float, float]:
     """Return the mean square of ``g·z``, over that of the gradient, for pairs that see one shard and for such that do not.
 
-    Notes
-    -----
     Two shards with losses ``c_s·θ`` of unlike slopes, normal directions. One shard: ``g = c·z`` with the mean slope.
     The plus sign on the first and the minus sign on the second: ``g = (c₁·(θ + εz) - c₂·(θ - εz))/2ε``, in which the
     difference of the shards' losses at ``θ`` is divided by ``2ε``.
@@ -152,10 +150,7 @@ def block_seconds(board: Board, transfers: str) -> float:
 def board(num_gpus: int, upload: float, peers: float, *, one_root: bool = False) -> Board:
     """Return a board on which a whole block alone takes `upload` times as long to upload as to compute.
 
-    Parameters
-    ----------
-    peers : float
-        Bandwidth between GPUs over that to the host.
+    `peers`: bandwidth between GPUs over that to the host.
     """
     compute_s = _compute_s()
     bandwidth = block_bytes() / (upload * compute_s)

@@ -54,8 +54,6 @@ def tiny_config(family: str) -> Any:
 def tiny_model(family: str, *, seed: int = 0) -> nn.Module:
     """Return a tiny model of a family with random weights, in float32 and evaluation mode.
 
-    Notes
-    -----
     All parameters are moved away from what they begin as: zeros and ones would hide mistakes.
     """
     import transformers

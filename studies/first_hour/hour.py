@@ -24,13 +24,9 @@ Run = Callable[[Part, float], Content | None]
 def spend(setting: Setting, run: Run, *, stop_after_s: float, say: Callable[[str], None]) -> bool:
     """Do what has not been done, and return whether all of it is.
 
-    Parameters
-    ----------
-    stop_after_s : float
-        Parts that are not done by then wait for the next call. A part that had all these seconds to itself and did not end
-        is recorded as an error, so that the parts behind it get their turn; a call with more seconds tries it again.
-    say : callable
-        Called with a line about each part that is done.
+    - `stop_after_s`: parts that are not done by then wait for the next call. A part that had all these seconds to itself and did
+      not end is recorded as an error, so that the parts behind it get their turn; a call with more seconds tries it again.
+    - `say`: called with a line about each part that is done.
     """
     kept_results = KeptResults(setting.folder)
     began, is_first = time.monotonic(), True
@@ -93,12 +89,8 @@ def in_processes(command: Sequence[str], folder: Path, part_s: float) -> Run:
 
     What a part has started ends with it: all of it is one group of processes. What it had found by then is kept.
 
-    Parameters
-    ----------
-    command : sequence of str
-        Does a part, if it is told which with ``--only`` and where to leave what it found with ``--left``.
-    part_s : float
-        After so long the process is ended; earlier if the part has a limit of its own.
+    - `command`: does a part, if it is told which with ``--only`` and where to leave what it found with ``--left``.
+    - `part_s`: after so long the process is ended; earlier if the part has a limit of its own.
     """
 
     def run(part: Part, left_s: float) -> Content | None:
@@ -160,15 +152,9 @@ def leave(setting: Setting, name: str, path: Path) -> None:
 def take_over(setting: Setting, report: Path) -> None:
     """Put what an earlier report found where nothing has been found yet, so that it is not done again.
 
-    Parameters
-    ----------
-    report : Path
-        The JSON file beside the page: what is left of a machine whose folder is gone.
+    `report`: the JSON file beside the page: what is left of a machine whose folder is gone.
 
-    Raises
-    ------
-    ZosimError
-        If it cannot be read.
+    Raises ZosimError if it cannot be read.
     """
     found = read_json_object(report, "a first hour's report", ZosimError, hint="name its JSON file")
     kept_results = KeptResults(setting.folder)

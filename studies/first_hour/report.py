@@ -33,14 +33,9 @@ def write(
 def report(contents: Mapping[str, Content], command: str, todo: Sequence[str] = ()) -> Report:
     """Return the page.
 
-    Parameters
-    ----------
-    contents : mapping
-        What was found, by part.
-    command : str
-        What made it.
-    todo : sequence of str
-        Titles of all parts in their order, if some may not be done yet.
+    - `contents`: what was found, by part.
+    - `command`: what made it.
+    - `todo`: titles of all parts in their order, if some may not be done yet.
     """
     device = contents.get("device", {})
     steps = {name[5:]: content for name, content in contents.items() if name.startswith("step-")}

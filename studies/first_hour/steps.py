@@ -86,12 +86,8 @@ def cases(setting: Setting) -> tuple[list[Case], list[Case], list[Case]]:
 def opt_model(shape: str, dtype: str, max_positions: int = 2048, make: Callable[..., nn.Module] | None = None) -> nn.Module:  # fmt: skip
     """Return a model of OPT's shape with random weights on the host, made as fast as memory is written.
 
-    Parameters
-    ----------
-    shape : str
-        A key of :data:`SHAPES`.
-    make : callable, optional
-        Makes a model of a configuration; by default transformers' OPT.
+    - `shape`: a key of :data:`SHAPES`.
+    - `make`: makes a model of a configuration; by default transformers' OPT.
     """
     from transformers import OPTConfig, OPTForCausalLM
 

@@ -77,8 +77,6 @@ class Baton:
 def measure_in_turn(cases: Sequence[Case], *, topology: str, device: str) -> list[MeasuredSteps]:
     """Return what cases of one process and of equally many ranks did, in the order of `cases`.
 
-    Notes
-    -----
     The two groups make their sessions one after the other, too. A process that waits for its turn sleeps.
     """
     alone = tuple(case for case in cases if case.num_ranks == 1)
@@ -150,31 +148,17 @@ def run_benchmark(
 ) -> Benchmark:
     """Return predictions and measurements of the held-out list, and of the tuning list beside it.
 
-    Parameters
-    ----------
-    num_held_out : int
-        The first so many of the held-out cases.
-    num_rank_cases : int
-        The first so many of the cases of several ranks.
-    num_choices : int
-        Configurations for which all placements are measured, to see what the predicted choice costs.
-    is_quantized : bool
-        Take the lists of quantized weights, in one process each, in place of all others.
-    threads : sequence of int
-        Numbers of threads whose cases are run. Ranks are of one thread: without it they are left out.
-    calibration_s : float
-        Seconds that the calibration of one number of threads measures.
-    command : str
-        What to type to do it again, for the report.
-    kept_results : KeptResults, optional
-        Where what is done is kept.
-    say : callable
-        Told what is being done.
+    - `num_held_out`: the first so many of the held-out cases.
+    - `num_rank_cases`: the first so many of the cases of several ranks.
+    - `num_choices`: configurations for which all placements are measured, to see what the predicted choice costs.
+    - `is_quantized`: take the lists of quantized weights, in one process each, in place of all others.
+    - `threads`: numbers of threads whose cases are run. Ranks are of one thread: without it they are left out.
+    - `calibration_s`: seconds that the calibration of one number of threads measures.
+    - `command`: what to type to do it again, for the report.
+    - `kept_results`: where what is done is kept.
+    - `say`: told what is being done.
 
-    Raises
-    ------
-    OutOfTimeError
-        If `kept_results` has no time for the next result.
+    Raises OutOfTimeError if `kept_results` has no time for the next result.
     """
     topology = detect()
     run = _BenchmarkRun(topology, topology.of_type("cpu")[0].id, kept_results or KeptResults(), say)

@@ -58,8 +58,6 @@ PLACES: Mapping[str, _Fields] = {
 def quantized_axes(placement: str) -> dict[str, dict[str, Any]]:
     """Return the axes of a placement, whose name says format, perturbations and place with semicolons between.
 
-    Examples
-    --------
     >>> quantized_axes("int4; signs; offloaded")["residency"]
     {'blocks': 'offloaded'}
     """

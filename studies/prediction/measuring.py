@@ -95,8 +95,6 @@ def measure(
 ) -> list[MeasuredSteps]:
     """Return what each case did, in the order of `cases`.
 
-    Notes
-    -----
     A step's time runs from the end of one step to the end of the next, as a training loop sees it: copies that one
     step leaves behind slow the next. torch's number of threads is as before afterwards.
     """

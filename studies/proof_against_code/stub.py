@@ -6,11 +6,8 @@ from __future__ import annotations
 def counterexample(bits: int) -> tuple[list[list[float]], list[float]]:
     """Return a Hessian and an activation that meet every hypothesis of SparQ's lemma 1 and break its bound.
 
-    Parameters
-    ----------
-    bits : int
-        Of the codec: it rounds the activation to the nearest of ``2^(bits-1) - 1`` grid values on either side of 0, up to its
-        largest magnitude.
+    `bits`: of the codec: it rounds the activation to the nearest of ``2^(bits-1) - 1`` grid values on either side of 0, up to its
+    largest magnitude.
 
     Returns
     -------

@@ -60,12 +60,8 @@ def predict(
 def calibrate_rows(rows: str, output: Path | None, *, as_json: bool) -> None:
     """Fit the constants that published rows may decide, and print them.
 
-    Parameters
-    ----------
-    rows : str
-        A CSV file, or ``"shipped"``.
-    output : Path, optional
-        Where to write the profile.
+    - `rows`: a CSV file, or ``"shipped"``.
+    - `output`: where to write the profile.
     """
     fitted = calibrate_on(shipped_rows() if rows == SHIPPED else read_rows(rows))
     if output is not None:

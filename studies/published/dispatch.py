@@ -146,12 +146,8 @@ def answers_of_all(
 ) -> list[CellPrediction]:
     """Return what is predicted for each row, in order, whatever table it is of.
 
-    Parameters
-    ----------
-    profile : PublishedProfile
-        Where it was fitted without rows of SparQ's, QuZO's or ZOinfer's tables, those that ship decide their constants.
-    on_cell : callable, optional
-        Told of each measurement that was predicted.
+    - `profile`: where it was fitted without rows of SparQ's, QuZO's or ZOinfer's tables, those that ship decide their constants.
+    - `on_cell`: told of each measurement that was predicted.
     """
     shipped = load_published_profile()
     sparq, quzo, zoinfer = (

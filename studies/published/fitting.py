@@ -79,6 +79,8 @@ class Solution:
 def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | None = None) -> Solution:
     """Return the constants of a paper that explain `cells` best.
 
+    Raises ProfileError if there is nothing to fit.
+
     Parameters
     ----------
     cells : sequence of Cell
@@ -86,11 +88,6 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | No
     paper : {"ZO2", "DistZO2"}
     start : mapping of str to float, optional
         Constants near the optimum, where they are known; by default it is searched for from the prior.
-
-    Raises
-    ------
-    ProfileError
-        If there is nothing to fit.
     """
     known = tuple(cell for cell in cells if cell.value is not None)
     if not known:
@@ -230,8 +227,6 @@ def conformal_half_width(residuals: Sequence[float]) -> float:
 
     The ``⌈(n + 1) · coverage⌉``-th smallest absolute residual; the largest where there are too few.
 
-    Examples
-    --------
     >>> conformal_half_width([0.01 * k for k in range(1, 20)])
     0.18
     """

@@ -43,8 +43,6 @@ class Compiled:
     def step_s(self, machines: Sequence[Machine]) -> Floats:
         """Return the seconds of a periodic step on each of `machines`, the second and later ones close to the first.
 
-        Notes
-        -----
         The first is exact. For the others durations are added up along what was critical on the first: a lower bound,
         and equal wherever the same instructions stay critical, as they do for derivatives.
         """

@@ -74,8 +74,6 @@ class Parts:
 def parts_of(case: PublishedCase) -> Parts:
     """Return the counted sizes of rank 0.
 
-    Notes
-    -----
     OPT's code in ZO2's time took the loss of half-precision logits as they were; later code, which Qwen3 and DistZO2
     need, makes float32 of them first. Keys and values stay cached where nothing switches that off: in the MeZO
     loop around an unchanged OPT of that time. A plan of two axes has a communicator per axis, one for all ranks and

@@ -53,13 +53,8 @@ def found_constants(
 ) -> tuple[FoundConstant, ...]:
     """Return constants with their values ``exp(x)`` and what lies two standard deviations to either side.
 
-    Parameters
-    ----------
-    x, sigmas : array
-        Logarithms of the values, one for each constant, and their standard deviations.
+    `x`, `sigmas`: logarithms of the values, one for each constant, and their standard deviations.
 
-    Examples
-    --------
     >>> rate = FittedConstant("rate", "byte/s", "copies", prior=1.0, sigma=1.0)
     >>> (found,) = found_constants([rate], np.log([8.0]), np.log([2.0]))
     >>> round(found.low, 9), round(found.value, 9), round(found.high, 9)
@@ -111,15 +106,9 @@ def posterior(
 ) -> Posterior:
     """Return the most probable values of constants, and their uncertainty.
 
-    Parameters
-    ----------
-    errors : callable
-        From values to the error of each printed number, in units of its standard deviation.
-    diff_step : float, optional
-        Relative step of a derivative, where predictions change in steps themselves.
+    - `errors`: from values to the error of each printed number, in units of its standard deviation.
+    - `diff_step`: relative step of a derivative, where predictions change in steps themselves.
 
-    Examples
-    --------
     A constant of 1 within a factor of e, and one number that says e² as surely: the truth is taken for e.
 
     >>> rate = FittedConstant("rate", "byte/s", "copies", prior=1.0, sigma=1.0)

@@ -61,10 +61,7 @@ def answers(
 ) -> list[CellPrediction]:
     """Return what is predicted for each row, in order. What their `value` holds does not matter.
 
-    Parameters
-    ----------
-    on_cell : callable, optional
-        Told of each measurement that was predicted.
+    `on_cell`: told of each measurement that was predicted.
     """
     cells, of_row, reasons = cells_of([replace(row, fields={**row.fields, "value": ""}) for row in rows])
     by_key: dict[tuple[object, ...], CellPrediction] = {}

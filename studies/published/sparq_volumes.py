@@ -93,8 +93,6 @@ class VolumeFit(BaseModel):
 def fit_volumes(known: Sequence[Printed]) -> VolumeFit:
     """Return the posterior of all constants, given printed volumes.
 
-    Notes
-    -----
     A printed number is the volume within half of its last digit, as likely everywhere; in logarithms that is taken for
     a normal of the same variance, ``(half / value)² / 3``.
     """
@@ -127,8 +125,6 @@ class PredictedVolume:
 def predicted_volume(case: VolumeCase, fit: VolumeFit) -> PredictedVolume:
     """Return a volume as its table would print it.
 
-    Notes
-    -----
     The prediction is the mean of rounded volumes: where one printed number is nearly certain, that number, and between
     two where it is not.
     """

@@ -129,14 +129,9 @@ def estimates(
 ) -> Iterator[Estimate]:
     """Yield every estimator at every width on every grid, all from the same normals.
 
-    Parameters
-    ----------
-    num_samples : int
-        A multiple of ten.
-    seed : int
-        Of the normals and of what they are rounded with.
-    grids : sequence of str
-        Of :data:`GRIDS`.
+    - `num_samples`: a multiple of ten.
+    - `seed`: of the normals and of what they are rounded with.
+    - `grids`: of :data:`GRIDS`.
     """
     problem = Problem()
     gradient = problem.gradient()
@@ -164,8 +159,6 @@ class Ablation:
 def ablations(num_samples: int = 4000, seed: int = 2) -> Iterator[Ablation]:
     """Yield the energy of 4-bit normalised estimates with several perturbations, and with perturbations that are mostly zero.
 
-    Notes
-    -----
     The mean of ``n`` perturbations has ``1 + (e - 1)/n`` of an energy ``e``. A perturbation of which a part ``k`` is not zero has
     ``m₂ = k`` and a fourth moment ``k·m₄``, so that it is ``d - 1 + m₄/k`` where it was ``d - 1 + m₄``: noise hardly grows
     with sparsity, since what is not drawn neither helps nor harms. One point with residual feedback, QuZO's baseline,

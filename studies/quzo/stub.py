@@ -9,16 +9,10 @@ from torch import Tensor
 def rounded(values: Tensor, step: float, highest: int, generator: torch.Generator) -> Tensor:
     """Return values rounded at random to whole multiples of `step`, without a bias, quantized.
 
-    Parameters
-    ----------
-    values : torch.Tensor
-        Any shape, float64. They are not to be changed.
-    step : float
-        Above 0; ``c`` stands for ``c · step``.
-    highest : int
-        Quantized values reach from ``-highest`` to ``highest``; what lies beyond gets the nearest of them.
-    generator : torch.Generator
-        Where random numbers come from, and nothing else.
+    - `values`: any shape, float64. They are not to be changed.
+    - `step`: above 0; ``c`` stands for ``c · step``.
+    - `highest`: quantized values reach from ``-highest`` to ``highest``; what lies beyond gets the nearest of them.
+    - `generator`: where random numbers come from, and nothing else.
 
     Returns
     -------

@@ -10,11 +10,8 @@ from studies.reading_predictions.cases import Reading
 def diagnose(rows: Sequence[Reading]) -> tuple[str, float]:
     """Return which cause is predicted wrongly, and how many times as long as predicted it takes.
 
-    Parameters
-    ----------
-    rows : sequence of Reading
-        The instructions of one step on a CPU, one after the other: ``instruction``, ``label``, ``predicted_s``,
-        ``measured_s`` (with a noise of one percent), and ``terms``, the seconds by cause that the prediction adds up.
+    `rows`: the instructions of one step on a CPU, one after the other: ``instruction``, ``label``, ``predicted_s``,
+    ``measured_s`` (with a noise of one percent), and ``terms``, the seconds by cause that the prediction adds up.
 
     Returns
     -------

@@ -44,16 +44,10 @@ LINKS = "links"
 def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
     """Return a machine with some of its rates multiplied.
 
-    Parameters
-    ----------
-    factors : mapping of str to float
-        By constant (:data:`~costmodel.rates.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
-        capacities of whatever copies cross. Positive.
+    `factors`: by constant (:data:`~costmodel.rates.profile.CONSTANT_UNITS`; all its formats alike), or ``"links"`` for the
+    capacities of whatever copies cross. Positive.
 
-    Raises
-    ------
-    PlanError
-        If there is no such constant, or a factor is not positive.
+    Raises PlanError if there is no such constant, or a factor is not positive.
     """
     for name, factor in factors.items():
         if name != LINKS and name not in CONSTANT_UNITS:
@@ -98,27 +92,17 @@ def step_time_bounds(
 ) -> Floats:
     """Return the seconds per step of all combinations, as if nothing were shared.
 
-    Parameters
-    ----------
-    machine : Machine
-        Of the rank.
-    batches, seqs : sequence of int
-        Sequences per step and tokens per sequence; the plan's own unless given.
-    factors : mapping of str to sequence of float
-        Axes of constants and links, each with what the machine's are multiplied by (see :func:`scaled`).
-    rank : int
-        Whose program is meant; what other ranks do is left out.
-    bound : {"central", "low", "high"}
-        Which end of the profile's intervals.
+    - `machine`: of the rank.
+    - `batches`, `seqs`: sequences per step and tokens per sequence; the plan's own unless given.
+    - `factors`: axes of constants and links, each with what the machine's are multiplied by (see :func:`scaled`).
+    - `rank`: whose program is meant; what other ranks do is left out.
+    - `bound`: which end of the profile's intervals.
+
+    Raises PlanError if a batch cannot be planned, or an axis does not exist.
 
     Returns
     -------
     array of shape (num_batches, num_seqs, *lengths of the axes in their order)
-
-    Raises
-    ------
-    PlanError
-        If a batch cannot be planned, or an axis does not exist.
     """
     batches, seqs = tuple(batches) or (plan.batch,), tuple(seqs) or (plan.seq,)
     shape = tuple(len(values) for values in factors.values())
@@ -277,12 +261,8 @@ class _GridOrder:
     def step_times(self, seconds: Sequence[Floats], step_s: Floats) -> Floats:
         """Return the periodic seconds per step of every configuration.
 
-        Parameters
-        ----------
-        seconds : sequence of array
-            Of every instruction, each of shape (num_configurations,).
-        step_s : array
-            Host time between two steps.
+        - `seconds`: of every instruction, each of shape (num_configurations,).
+        - `step_s`: host time between two steps.
         """
         if not self.usual:
             return np.zeros_like(step_s)

@@ -50,16 +50,10 @@ def topology_of(
 ) -> Topology:
     """Return `num_hosts` hosts like `machine` on a switch.
 
-    Parameters
-    ----------
-    machine : Topology
-        One host, as :func:`topology.detect` finds it.
-    rate : str
-        Of each host's link, as ``tc`` writes it.
-    latency_s : float
-        Of a small message from one host to another, besides what it takes within a host.
-    bandwidth_bytes_per_s : float, optional
-        Payload per second that the links were measured to carry; by default the rate less frames' headers.
+    - `machine`: one host, as :func:`topology.detect` finds it.
+    - `rate`: of each host's link, as ``tc`` writes it.
+    - `latency_s`: of a small message from one host to another, besides what it takes within a host.
+    - `bandwidth_bytes_per_s`: payload per second that the links were measured to carry; by default the rate less frames' headers.
     """
     declared = rate_bits_per_s(rate) / 8
     efficiency = FRAME_EFFICIENCY if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s / declared
@@ -135,16 +129,11 @@ def machines_of(
 ) -> tuple[Machine, ...]:
     """Return the machine of every rank, all of whose cores are those of this machine.
 
-    Parameters
-    ----------
-    groups : mapping
-        As for :func:`zosim.hardware.machines.machines_for`.
-    num_cores : float, optional
-        Cores' worth of work that the machine was measured to do for so many ranks; by default all cores'.
-    core_s_per_byte : float, optional
-        What cores were measured to lose for a byte that goes from one host to another; by default as the profile has it.
-    busy_latency_s : float
-        What large exchanges between hosts were measured to wait for, while ranks compute.
+    - `groups`: as for :func:`zosim.hardware.machines.machines_for`.
+    - `num_cores`: cores' worth of work that the machine was measured to do for so many ranks; by default all cores'.
+    - `core_s_per_byte`: what cores were measured to lose for a byte that goes from one host to another; by default as the profile
+      has it.
+    - `busy_latency_s`: what large exchanges between hosts were measured to wait for, while ranks compute.
     """
     return tuple(
         _sharing(machine, num_cores, core_s_per_byte, busy_latency_s)

@@ -47,13 +47,8 @@ FRAME_EFFICIENCY = 1448 / 1514
 def rate_bits_per_s(text: str) -> float:
     """Return a rate as ``tc`` writes it, such as ``100mbit``, in bit/s.
 
-    Raises
-    ------
-    RunError
-        If it is not a positive number with one of the units.
+    Raises RunError if it is not a positive number with one of the units.
 
-    Examples
-    --------
     >>> rate_bits_per_s("100mbit")
     100000000.0
     """
@@ -93,18 +88,10 @@ def why_not() -> str:
 class ShapedNetwork:
     """Hosts on a switch, for the length of a ``with`` block.
 
-    Parameters
-    ----------
-    rate_bits_per_s : float
-        Of every host's link, in each direction.
+    `rate_bits_per_s`: of every host's link, in each direction.
 
-    Raises
-    ------
-    RunError
-        If this machine cannot make it; the message says why.
+    Raises RunError if this machine cannot make it; the message says why.
 
-    Notes
-    -----
     Processes that still run in the hosts when the block ends are killed. What a killed run left behind is removed when
     the next network is made: the names hold the process that made them.
     """

@@ -50,16 +50,10 @@ def predict(
 ) -> list[ShapedRow]:
     """Return a row per case of a network.
 
-    Parameters
-    ----------
-    measured_steps : NetworkSteps
-        What was measured on it.
-    latency_s : float
-        Of a small message between hosts, besides what the profile says that one within a host takes.
-    machine : Topology
-        This machine, of which the hosts are parts.
-    profile : Profile
-        Of one thread.
+    - `measured_steps`: what was measured on it.
+    - `latency_s`: of a small message between hosts, besides what the profile says that one within a host takes.
+    - `machine`: this machine, of which the hosts are parts.
+    - `profile`: of one thread.
     """
     declared = topology_of(machine, layout.num_hosts, rate, latency_s)
     reached = topology_of(

@@ -40,15 +40,9 @@ def run_ranks(
 ) -> int:
     """Run `command` in every rank and return the exit status of the first that failed, or 0.
 
-    Parameters
-    ----------
-    network : ShapedNetwork
-        That has been entered.
-    timeout_s : float, optional
-        After which all ranks are ended, and 124 is returned, as ``timeout`` does.
+    - `network`: that has been entered.
+    - `timeout_s`: after which all ranks are ended, and 124 is returned, as ``timeout`` does.
 
-    Notes
-    -----
     Each host has a directory of its own for temporary files, in which its ranks meet: without it the ranks of two hosts
     would meet in the machine's. What they print is not separated.
     """

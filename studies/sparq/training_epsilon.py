@@ -74,13 +74,7 @@ def _change(encoding: Encoding, seed: int) -> dict[SplitPoint, Change]:
 def gradients(
     model: SegmentedModel, batch: Batch, epsilon: float, seed: int, encodings: Sequence[Encoding]
 ) -> tuple[float, dict[Encoding, float]]:
-    """Return one perturbation's projected gradient, without a codec and with each.
-
-    Parameters
-    ----------
-    seed : int
-        Of the perturbation, and of what is rounded at random.
-    """
+    """Return one perturbation's projected gradient, without a codec and with each (`seed`: of the perturbation, and of what is rounded at random)."""
     kept = {t.name: t.parameter.data.clone() for t in model.tensors if t.trainable}
     plain: list[float] = []
     encoded: dict[Encoding, list[float]] = {encoding: [] for encoding in encodings}

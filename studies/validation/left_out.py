@@ -216,8 +216,6 @@ CHOSEN = (
 def source_of(row: MeasuredRow) -> str:
     """Return who published a row: the repository where the cell names one, or else all that it says.
 
-    Examples
-    --------
     >>> source_of(MeasuredRow({"source": "microsoft/vidur data/profiling/compute"}, "here"))
     'microsoft/vidur'
     """

@@ -83,14 +83,9 @@ def slopes(
 ) -> tuple[float, float]:
     """Return mean and deviation of ``g·u`` through an activation that is rounded, where the gradient is 1.
 
-    Parameters
-    ----------
-    radius : float
-        Smoothing radius, in steps of the grid.
-    place : float
-        Where the activation is, in steps from its grid value.
-    stochastic : bool
-        Whether it is rounded at random, with numbers that both signs share; else to the nearest.
+    - `radius`: smoothing radius, in steps of the grid.
+    - `place`: where the activation is, in steps from its grid value.
+    - `stochastic`: whether it is rounded at random, with numbers that both signs share; else to the nearest.
     """
     generator = np.random.default_rng(seed)
     u = generator.standard_normal(num_samples)

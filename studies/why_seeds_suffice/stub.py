@@ -15,13 +15,8 @@ def rebuild(base: Mapping[str, Tensor], log: Sequence[LogRow], epsilon: float) -
     Every bit counts, so the order of the products does, too: a perturbation adds ``(s * z) * epsilon``, an update subtracts
     ``learning_rate * (projected_gradient * z)``.
 
-    Parameters
-    ----------
-    base : mapping of str to torch.Tensor
-        By name, in registration order. They are yours: change them if you like.
-    log : sequence of LogRow
-        ``seed``, ``projected_gradient`` and ``learning_rate`` of each step.
-    epsilon : float
-        ``ε``.
+    - `base`: by name, in registration order. They are yours: change them if you like.
+    - `log`: ``seed``, ``projected_gradient`` and ``learning_rate`` of each step.
+    - `epsilon`: ``ε``.
     """
     raise NotImplementedError("write it")

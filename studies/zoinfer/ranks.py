@@ -5,8 +5,6 @@
 ``g·z``, with ``g = ⟨∇, z⟩``, over that of dense perturbations, and the kurtosis of ``g``, each beside what the moments of normals say. It times steps, a contender after
 the other: those of a rank as one batch of scoring, a dense perturbation's as MeZO's loop. And it trains some hundred steps with each.
 
-Notes
------
 With all moments of normals taken, a matrix of ``m`` rows and ``n`` columns whose gradient is ``G`` has ``E g²‖z‖² = ‖G‖²·(mn + 2 + 2(m + n + 1)/r)`` and
 ``E g⁴ = 3‖G‖⁴ + 6/r·‖GᵀG‖²``, where dense perturbations have ``‖G‖²·(mn + 2)`` and ``3‖G‖⁴``. Matrices are drawn apart from each other.
 """
@@ -66,13 +64,8 @@ def gradients(pretrained: Pretrained, num_batches: int = 4) -> list[Tensor]:
 def moments_reported(matrices: Sequence[Tensor], rank: int) -> tuple[float, float]:
     """Return ``E g²‖z‖²`` and ``E g⁴`` of perturbations of a rank (0: dense) beside these gradients.
 
-    Parameters
-    ----------
-    matrices : sequence of torch.Tensor
-        Gradients, each of shape (m, n).
+    `matrices`: gradients, each of shape (m, n).
 
-    Examples
-    --------
     Of a 1 by 2 matrix (1, 0): dense perturbations have ``E g²‖z‖² = 2 + 2``, those of rank 1 as much as ``4 + 2·(1 + 2 + 1)``.
 
     >>> moments_reported([torch.tensor([[1.0, 0.0]])], 0), moments_reported([torch.tensor([[1.0, 0.0]])], 1)
@@ -102,15 +95,9 @@ def sampled_moments(
 ) -> tuple[float, float, float]:
     """Return the means of ``g²‖z‖²``, ``g²`` and ``g⁴`` over `count` perturbations, with ``g = Σ ⟨G, z⟩`` over the matrices.
 
-    Parameters
-    ----------
-    matrices : sequence of torch.Tensor
-        Gradients, each of shape (m, n).
-    rank : int
-        Of ``z = U·Vᵀ/√r``; 0 for normals.
+    - `matrices`: gradients, each of shape (m, n).
+    - `rank`: of ``z = U·Vᵀ/√r``; 0 for normals.
 
-    Notes
-    -----
     No ``z`` is made where it has factors: ``⟨G, UVᵀ⟩ = Σ (GV)∘U``, and ``‖UVᵀ‖² = Σ (UᵀU)∘(VᵀV)``.
     """
     generator = torch.Generator().manual_seed(seed)

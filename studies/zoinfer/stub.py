@@ -14,14 +14,9 @@ def adapter(
 ) -> tuple[Tensor, Tensor]:
     """Return the factors ``A`` (outputs, columns) and ``B`` (inputs, columns) of the one adapter that a probe is.
 
-    Parameters
-    ----------
-    rows : sequence of LoggedStep
-        What each step so far was: ``left`` is ``U`` (outputs, rank), ``right`` is ``V`` (inputs, rank), the same tensor for all
-        steps of a window; ``projected_gradient`` and ``learning_rate``.
-    probe : LoggedStep
-        The step that is being taken; its projected gradient is not known yet.
-    sign : int
-        1 or -1.
+    - `rows`: what each step so far was: ``left`` is ``U`` (outputs, rank), ``right`` is ``V`` (inputs, rank), the same tensor for
+      all steps of a window; ``projected_gradient`` and ``learning_rate``.
+    - `probe`: the step that is being taken; its projected gradient is not known yet.
+    - `sign`: 1 or -1.
     """
     raise NotImplementedError("write it")

@@ -190,13 +190,9 @@ def _eval_points_of(losses: Sequence[Access]) -> list[EvalPoint]:
 def _mean_of(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return the mean over all labels (or texts) of the ranks' losses of one point; None if there are none.
 
-    Parameters
-    ----------
-    rows : torch.Tensor
-        By rank, a loss and the number that it is the mean over, negative where another rank forwards the point.
-    dtype : torch.dtype
-        Format that ranks compute losses in. The only loss of a point keeps it, so that the projected gradient
-        is that of a rank alone to the last bit.
+    - `rows`: by rank, a loss and the number that it is the mean over, negative where another rank forwards the point.
+    - `dtype`: format that ranks compute losses in. The only loss of a point keeps it, so that the projected gradient is that of a
+      rank alone to the last bit.
     """
     counts = [int(number) for number in rows[:, 1].tolist()]
     holders = [rank for rank, number in enumerate(counts) if number >= 0]

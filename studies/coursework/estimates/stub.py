@@ -12,15 +12,9 @@ def estimate(
 ) -> np.ndarray:
     """Return the mean of ``g·z`` over the seeds, with ``g`` by central differences.
 
-    Parameters
-    ----------
-    loss : callable
-        From parameters to a number. Call it twice for each seed.
-    theta : numpy.ndarray
-        Parameters, shape (d,). They must be the same afterwards.
-    seeds : sequence of int
-        Each gives ``z = numpy.random.default_rng(seed).standard_normal(d)``.
-    epsilon : float
-        Smoothing radius.
+    - `loss`: from parameters to a number. Call it twice for each seed.
+    - `theta`: parameters, shape (d,). They must be the same afterwards.
+    - `seeds`: each gives ``z = numpy.random.default_rng(seed).standard_normal(d)``.
+    - `epsilon`: smoothing radius.
     """
     raise NotImplementedError("write it")

@@ -8,16 +8,11 @@ from collections.abc import Sequence
 def peak_bytes(blocks: Sequence[tuple[int, int, int]], method: str, num_staging_buffers: int) -> float:
     """Return the peak memory of a device in a step, in bytes.
 
-    Parameters
-    ----------
-    blocks : sequence of (int, int, int)
-        Embedding, blocks and head: parameters, bytes of activations that a backward pass needs, and bytes in use
-        while it runs.
-    method : str
-        ``"adam"``: weights and gradients in 2 bytes, a copy of the weights and two moments in 4, and saved activations.
-        ``"in_place"``: zeroth order, weights in 2 bytes. ``"offloaded"``: the same, with all but the first and the last
-        on the host.
-    num_staging_buffers : int
-        Of the device, for offloaded blocks; each holds any of them.
+    - `blocks`: embedding, blocks and head: parameters, bytes of activations that a backward pass needs, and bytes in use while it
+      runs.
+    - `method`: ``"adam"``: weights and gradients in 2 bytes, a copy of the weights and two moments in 4, and saved activations.
+      ``"in_place"``: zeroth order, weights in 2 bytes. ``"offloaded"``: the same, with all but the first and the last on the
+      host.
+    - `num_staging_buffers`: of the device, for offloaded blocks; each holds any of them.
     """
     raise NotImplementedError("write it")

@@ -24,10 +24,7 @@ def step(
     The update is along the mean of ``g·z`` over the seeds, ``z = numpy.random.default_rng(seed).standard_normal(d)``.
     ``loss(theta, shard)`` is the mean over the shard's rows, ``all_reduce(vector)`` the sum over ranks.
 
-    Parameters
-    ----------
-    axis : str
-        ``"data"``: each rank has its own rows (numbers of rows may differ) and scores every seed. ``"perturb"``: all ranks have
-        the same rows; each scores a share of the seeds.
+    `axis`: ``"data"``: each rank has its own rows (numbers of rows may differ) and scores every seed. ``"perturb"``: all ranks
+    have the same rows; each scores a share of the seeds.
     """
     raise NotImplementedError("write it")
