@@ -415,6 +415,5 @@ def _summary(entries: list[Entry], failed: list[str]) -> str:
     faults = [fault.verdict for entry in entries for fault in entry.faults]
     caught, crashed = faults.count("caught"), faults.count("crashed")
     planted = f"; {caught} of {len(faults)} planted faults caught, {crashed} crashed" if faults else ""
-    return f"{len(entries)} claims: {', '.join(counts)}{planted}" + (
-        f"; wrong: {', '.join(failed)}" if failed else ""
-    )
+    claims = "1 claim" if len(entries) == 1 else f"{len(entries)} claims"
+    return f"{claims}: {', '.join(counts)}{planted}" + (f"; wrong: {', '.join(failed)}" if failed else "")

@@ -22,6 +22,7 @@ from topology.schema import DeviceSpec
 from topology.validation import did_you_mean
 
 _SEVERAL = re.compile(r"(?:(\d{1,2}) ?x )?(.*)", re.DOTALL)
+_AS_PRESETS = re.compile(r"(.*)-(\d{1,2})x", re.DOTALL)
 _MOST = 16
 _CORES = 16
 
@@ -33,7 +34,7 @@ def resolve(spec: str) -> Topology:
     ----------
     spec : str
         ``"host"`` for this machine, a preset, a topology file, a cloud instance such as ``"p4d"``, or a number of GPUs of
-        the catalogue, such as ``"4x l40s"``.
+        the catalogue, such as ``"4x l40s"`` or ``"l40s-4x"``.
 
     Raises
     ------
@@ -51,12 +52,13 @@ def resolve(spec: str) -> Topology:
         return load(spec)
     if spec.casefold() in instance_names():
         return instance_machine(spec)
-    count, name = _SEVERAL.fullmatch(spec.strip()).groups()  # type: ignore[union-attr]
+    several = _AS_PRESETS.sub(r"\2x \1", spec.strip())
+    count, name = _SEVERAL.fullmatch(several).groups()  # type: ignore[union-attr]
     device = find_device(name)
     if device is not None and device.type == "gpu" and 0 < int(count or 1) <= _MOST:
         return assumed_machine(device, int(count or 1))
     gpus = [known.id for known in catalogue().devices.values() if known.type == "gpu"]
-    message = f"unknown hardware {spec!r}: neither host, a preset, a file, nor GPUs such as '2x rtx4090'"
+    message = f"unknown hardware {spec!r}: not host, a preset, a file or GPUs such as '2x rtx4090'"
     known = gpus if count else ("host", *preset_names(), *instance_names(), *gpus)
     hint = did_you_mean(name if count else spec, known) or ""
     end = "" if hint.endswith("?") else ";"

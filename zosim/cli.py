@@ -103,7 +103,8 @@ def misuse(error: Any, path: str) -> ZosimError:
         raise error
     path = path if error.ctx is None else error.ctx.command_path
     listed = "commands" if hasattr(getattr(error.ctx, "command", None), "commands") else "options"
-    message, hint = error.format_message(), f"`{path} --help` lists the {listed}"
+    message = error.format_message().replace("Value error, ", "")  # pydantic's prefix, which typer keeps
+    hint = f"`{path} --help` lists the {listed}"
     if known := getattr(error, "possibilities", None):
         # Compared without the dashes, which all options have in common.
         close = get_close_matches(error.option_name.lstrip("-"), [name.lstrip("-") for name in known], n=1)

@@ -220,5 +220,5 @@ def test_import_refuses_what_it_does_not_know(tmp_path):
 
 def test_errors_leave_the_commands_as_they_are():
     error = refused("show", "dgx1v")
-    assert "neither host, a preset, a file, nor GPUs" in error.message
+    assert "not host, a preset, a file or GPUs" in error.message
     assert error.hint == "did you mean 'dgx-1v'? `zosim topology list` shows the presets"

@@ -183,9 +183,9 @@ def test_a_laptops_cpu_is_its_compute_device_with_the_hosts_memory():
 @pytest.mark.parametrize(
     ("spec", "message", "hint"),
     [
-        ("dgx-1", "neither host, a preset, a file, nor GPUs", "dgx-1v"),
-        ("two\nlines", "neither host, a preset, a file, nor GPUs", "zosim topology list"),
-        ("", "neither host, a preset, a file, nor GPUs", "zosim topology list"),
+        ("dgx-1", "not host, a preset, a file or GPUs", "dgx-1v"),
+        ("two\nlines", "not host, a preset, a file or GPUs", "zosim topology list"),
+        ("", "not host, a preset, a file or GPUs", "zosim topology list"),
         ("2x rtx4900", "unknown hardware '2x rtx4900'", "did you mean 'rtx4090'"),
         ("missing.yaml", "no topology file at", "list"),
         ("a/b", "no topology file at", "list"),
@@ -195,6 +195,10 @@ def test_hardware_that_is_not_there_is_refused(spec, message, hint):
     with pytest.raises(TopologyError, match=message) as caught:
         resolve(spec)
     assert hint in caught.value.hint
+
+
+def test_gpus_are_also_named_as_presets_are():
+    assert resolve("rtx4090-3x") == resolve("3x rtx4090")
 
 
 def test_resolve_takes_a_preset_or_a_file(tmp_path):

@@ -354,7 +354,7 @@ def test_the_shipped_table_can_be_printed_changed_and_used(tmp_path):
         (("--machines", ","), "names no machine"),
         (("--count", "0"), "must be numbers of devices"),
         (("--count", "two"), "must be numbers of devices"),
-        (("--machines", "dgx-h1OO"), "neither host"),
+        (("--machines", "dgx-h1OO"), "not host"),
         (("--prices", "none.yaml"), "no price table at"),
     ],
 )

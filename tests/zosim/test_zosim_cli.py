@@ -208,6 +208,11 @@ def test_an_unknown_command_suggests_the_nearest(plugin: str, capsys: pytest.Cap
         (["simulate", "--trase", "t"], "no such option: --trase", "did you mean --trace?"),
         (["simulate", "--xyz"], "no such option: --xyz", "`zosim simulate --help` lists the options"),
         (["simulate"], "missing argument", "`zosim simulate --help` lists the options"),
+        (
+            ["buy", "--pay", "foo"],
+            "invalid value for '--pay': 'foo' is not one of",
+            "`zosim buy --help` lists the options",
+        ),
     ],
 )
 def test_a_mistyped_command_line_is_an_error_of_one_shape(
