@@ -1,8 +1,8 @@
 """Exercises: a solution in a file of its own, tried by its study's ``check`` in a process that can do little else.
 
 A teacher runs the code of many students. A solution may import `ALLOWED` and nothing more, so that it neither takes the answer from this
-package nor reaches the machine. It runs in a process of its own with limits of time, memory and file size, where sockets, processes and
-writing files are refused. This keeps mistakes and copied answers out. It is no prison: code that is written to attack the
+package nor reaches the machine. It runs in a process of its own with limits of time, memory and file size, where sockets, processes, writing files
+and reading those of others are refused. This keeps mistakes and copied answers out. It is no prison: code that is written to attack the
 grader belongs in a container.
 """
 
@@ -12,6 +12,8 @@ import ast
 import importlib.util
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +65,23 @@ _REACHES_OUT = frozenset(
     )
 )
 """Names by which a solution would get around the list of modules."""
+_MODULES_AND_FRAMES = frozenset(
+    (
+        "builtins",
+        "cr_frame",
+        "f_back",
+        "f_globals",
+        "gi_frame",
+        "importlib",
+        "inspect",
+        "os",
+        "sys",
+        "tb_frame",
+    )
+)
+"""Attributes that lead from an allowed module to others, such as ``dataclasses.sys``, and to the grader's own names."""
+_OWN_METHODS = ("__init__", "__post_init__", "__call__")
+"""Other special methods would let an answer say that it equals any number."""
 _REFUSED_EVENTS = (
     "socket.",
     "subprocess.",
@@ -99,7 +118,7 @@ def function_in(path: Path, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ZosimError(
             f"running {path} raised {type(error).__name__}: {error}", hint="correct it, then check again"
         ) from error
@@ -113,8 +132,15 @@ def tried(check: Callable[[Callable[..., Any]], Grade], solution: Callable[..., 
     """Return the verdict on `solution`; an error that it raises is one."""
     try:
         return check(solution)
-    except Exception as error:  # noqa: BLE001 - a student's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a student's code may raise anything
         return Grade(False, f"it raised {type(error).__name__}: {error}")
+
+
+def plain(answer: object) -> object:
+    """Return an answer with Python's lists and numbers for arrays, tensors and tuples."""
+    if not isinstance(answer, list | tuple):
+        return answer.tolist() if hasattr(answer, "tolist") else answer
+    return [plain(each) for each in answer]
 
 
 def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
@@ -147,11 +173,16 @@ def grade(study: str, solution: Path, *, stub: str | None = None) -> Grade:
         except subprocess.TimeoutExpired:
             return Grade(False, f"it had not ended after {MAX_SECONDS:g} s: does a loop never end?")
     verdict = done.stdout.rpartition(_VERDICT)[2]
+    if not verdict and -done.returncode in (signal.SIGKILL, getattr(signal, "SIGXCPU", None)):
+        return Grade(
+            False,
+            f"it was stopped: does a loop never end (at most {MAX_PROCESSOR_SECONDS} s of a processor), or is memory short?",
+        )
     if not verdict:
         why = done.stderr.strip().splitlines()
         return Grade(
             False,
-            f"it ended with status {done.returncode} before there was a verdict: too much memory or time"
+            f"it ended with status {done.returncode} before there was a verdict"
             + (f", or {why[-1]}" if why else ""),
         )
     fields = json.loads(verdict)
@@ -185,11 +216,19 @@ def _not_allowed(path: Path, given: Collection[tuple[str, str]]) -> Iterator[tup
         # A future statement changes how the file is read and imports nothing.
         if module.partition(".")[0] not in (*ALLOWED, "__future__") and (module, name) not in given:
             yield line, f"the module {module}"
+        elif _MODULES_AND_FRAMES & {*module.split("."), name}:
+            yield line, f"{module}.{name}".rstrip(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and (node.id in _REACHES_OUT or node.id.startswith("__")):
             yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+        elif isinstance(node, ast.Attribute) and (
+            node.attr in _MODULES_AND_FRAMES or node.attr.startswith("__")
+        ):
             yield node.lineno, node.attr
+        elif (
+            isinstance(node, ast.FunctionDef) and node.name.startswith("__") and node.name not in _OWN_METHODS
+        ):
+            yield node.lineno, node.name
 
 
 def _confined(study: str, stub: str, solution: str) -> None:
@@ -202,7 +241,8 @@ def _confined(study: str, stub: str, solution: str) -> None:
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
-        if writes or event.startswith(_REFUSED_EVENTS):
+        reads = event == "open" and not _may_read(arguments[0], Path(solution))
+        if writes or reads or event.startswith(_REFUSED_EVENTS):
             raise PermissionError(f"a solution may not use {event}")
 
     sys.addaudithook(refuse)
@@ -215,13 +255,24 @@ def _confined(study: str, stub: str, solution: str) -> None:
     written.flush()
 
 
+def _may_read(file: Any, solution: Path) -> bool:
+    """Return whether a file is the solution or belongs to Python: not to the grader, the teacher or another student."""
+    if isinstance(file, int):
+        return True
+    path = Path(os.fsdecode(file)).resolve()
+    if path == solution:
+        return True
+    own = any(path.is_relative_to(_ROOT / folder) for folder in ("studies", "tests"))
+    return not own and any(map(path.is_relative_to, (*filter(None, sys.path), "/proc", "/sys", "/dev")))
+
+
 def _curve(exercise: Any, function: Callable[..., Any]) -> list[tuple[float, float, float]]:
     """Return what the exercise draws of a solution, as far as that has finite numbers."""
     if not hasattr(exercise, "curve"):
         return []
     try:
         rows = [(float(x), float(own), float(reference)) for x, own, reference in exercise.curve(function)]
-    except Exception:  # noqa: BLE001 - a student's code may raise anything
+    except (Exception, SystemExit):  # noqa: BLE001 - a student's code may raise anything
         return []
     return [row for row in rows if all(map(math.isfinite, row))]
 

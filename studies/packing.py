@@ -45,7 +45,7 @@ To grade a class, put the submissions in a folder, {submissions}:
 
     zosim study check {name} submissions --json > grades.json
 
-Each runs in a process of its own, one after the other, with limits of time and memory, and without sockets and written files.
+Each runs in a process of its own, one after the other, with limits of time and memory, and without sockets and files.
 This is no prison: grade code of people whom you do not trust in a container.
 """
 
@@ -103,7 +103,7 @@ def _own_files(unit: Unit, student: str) -> dict[str, str]:
     from studies.coursework.pencil import TOLERANCE, questions_of
 
     lines = [
-        f"- `{each.key}`{each.unit and f', in {each.unit}'}: {each.text}."
+        f"- `{each.key}`{each.unit and f', in {each.unit}'}: {each.text}{'' if each.text.endswith('?') else '.'}"
         for each in questions_of(unit, student)
     ]
     questions = "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -45,9 +46,11 @@ _UNITS = (
     (8.0, "8 times the right number: bits or bytes?"),
     (1 / 8, "an eighth of the right number: bits or bytes?"),
     *((10.0 ** (3 * k), "off by a power of 1,000: look at the prefixes of the units") for k in (-3, -2, -1, 1, 2, 3)),
-    *((1.024 ** k, "off by a power of 1.024: kB, MB and GB are powers of 1,000; KiB, MiB and GiB of 1,024") for k in (-3, -2, -1, 1, 2, 3)),
 )  # fmt: skip
 """Mistakes that any question may meet: a factor, and its hint."""
+_KIB = "off by a power of 1.024: kB, MB and GB are powers of 1,000; KiB, MiB and GiB of 1,024"
+_OF_BYTES = tuple((1.024**k, _KIB) for k in (-3, -2, -1, 1, 2, 3))
+_BYTES = re.compile(r"\b[kMG]?B\b|bytes?\b")
 
 
 def numbers_of(unit: Unit, student: str) -> Mapping[str, Any]:
@@ -61,8 +64,9 @@ def numbers_of(unit: Unit, student: str) -> Mapping[str, Any]:
 
 
 def _is_clear(question: PencilQuestion) -> bool:
-    values = [question.answer, *(value for value, _ in question.mistakes)]
-    return all(_distance(a, b) > 3 * TOLERANCE for a, b in combinations(values, 2))
+    listed = [(question.answer, "right"), *question.mistakes]
+    # Twice the tolerance, since both may be rounded; mistakes of the same hint may be near to each other.
+    return all(_distance(a, b) > 2.1 * TOLERANCE for (a, x), (b, y) in combinations(listed, 2) if x != y)
 
 
 def questions_of(unit: Unit, student: str) -> list[PencilQuestion]:
@@ -84,8 +88,11 @@ def mark(question: PencilQuestion, given: object) -> Mark:
         return Mark(question.key, 0, 1, f"answer with a number{question.unit and f', in {question.unit}'}")
     if _distance(given, question.answer) <= TOLERANCE:
         return Mark(question.key, 1, 1, "right")
-    of_units = tuple((factor * question.answer, hint) for factor, hint in _UNITS)
-    for mistakes in (question.mistakes, of_units):
+    factors = _UNITS + (_OF_BYTES if _BYTES.search(f"{question.unit} {question.text}") else ())
+    of_units = tuple((factor * question.answer, hint) for factor, hint in factors)
+    whole = (math.floor(question.answer), math.ceil(question.answer)) if not question.unit else ()
+    rounded = tuple((value, "do not round to a whole number: give three digits") for value in whole if value)
+    for mistakes in (question.mistakes, rounded, of_units):
         value, hint = min(mistakes, key=lambda mistake: _distance(given, mistake[0]), default=(math.inf, ""))
         if _distance(given, value) <= TOLERANCE:
             return Mark(question.key, 0.5, 1, hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from studies.exercises import Grade
+from studies.exercises import Grade, plain
 from studies.where_to_split.cases import BoundaryCase, forward_bytes
 
 Bytes = Callable[[BoundaryCase], float]
@@ -32,7 +32,7 @@ _TOLERANCE = 1e-3
 def check(bytes_forward: Bytes) -> Grade:
     """Return whether `bytes_forward` agrees with the programs of several plans, and if not, what to look at."""
     for done, case in enumerate(_CASES):
-        answer = bytes_forward(case)
+        answer = plain(bytes_forward(case))
         complaint = _complaint(answer, case)
         if complaint:
             return Grade(False, f"{_reported(case)}: {complaint}", done / len(_CASES))

@@ -11,6 +11,7 @@ import zipfile
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -69,6 +70,35 @@ def test_the_reference_solution_passes_and_its_curve_is_the_references(name):
     assert verdict.passed, verdict.message
     for _, own, reference in exercise.curve(solved.right):
         assert own == pytest.approx(reference, rel=1e-6)
+
+
+def test_arrays_tuples_and_numbers_of_numpy_are_answers_too():
+    overlap, memory = SOLVED["overlap"].right, SOLVED["memory"].right
+    for kind in (tuple, np.array):
+        assert exercise_of(UNIT["overlap"]).check(lambda *given, kind=kind: kind(overlap(*given))).passed
+    assert exercise_of(UNIT["memory"]).check(lambda *given: np.int64(memory(*given))).passed
+
+
+@pytest.mark.parametrize(
+    ("key", "miss", "advice"),
+    [
+        (
+            "overlapped",
+            lambda n: 42 * n["block_mb"] / n["link_gb_per_s"] + n["compute_ms"],
+            "one block too many",
+        ),
+        (
+            "overlapped",
+            lambda n: 40 * n["block_mb"] / n["link_gb_per_s"] + n["compute_ms"],
+            "to fill and to drain",
+        ),
+        ("batch", lambda n: 2, "do not round"),
+    ],
+)
+def test_a_block_more_or_less_and_a_rounded_ratio_are_not_called_a_mistake_of_units(key, miss, advice):
+    numbers = {"block_mb": 300, "link_gb_per_s": 20, "compute_ms": 8, "blocks": 40}
+    question = next(each for each in exercise_of(UNIT["overlap"]).questions(**numbers) if each.key == key)
+    assert advice in mark(question, miss(numbers)).output
 
 
 @pytest.mark.slow

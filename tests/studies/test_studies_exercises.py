@@ -59,6 +59,11 @@ def solution(tmp_path, text):
         ("def bytes_forward(case):\n    return __import__('os').getpid()", "line 2 uses __import__"),
         ("def bytes_forward(case):\n    return case.__class__", "line 2 uses __class__"),
         ("bytes_forward = eval('3')", "uses eval"),
+        ("import dataclasses\nbytes_forward = dataclasses.sys.modules['x'].y", "line 2 uses sys"),
+        ("from dataclasses import sys", "uses dataclasses.sys"),
+        ("import torch.os", "uses torch.os"),
+        ("def bytes_forward(case):\n    return g.gi_frame.f_back", "line 2 uses"),
+        ("class Any(float):\n    def __sub__(self, other):\n        return 0.0", "line 2 uses __sub__"),
         ("def bytes_forward(case)\n", "line 1 is no Python"),
     ],
 )
@@ -71,9 +76,11 @@ def test_what_a_solution_may_not_use_is_refused_by_its_line(tmp_path, text, used
 @pytest.mark.parametrize(
     ("body", "seen"),
     [
-        ("while True: pass", "had not ended after 5 s|too much memory or time"),
+        ("while True: pass", "had not ended after 5 s|does a loop never end"),
         ("return len(torch.zeros(2**36))", "RuntimeError"),
         ("return numpy.zeros(1).tofile('out')", "PermissionError"),
+        (f"return numpy.fromfile({__file__!r})[0]", "PermissionError"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
         ("return torch.save({}, 'out')", "RuntimeError"),
     ],
 )

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from studies.coursework.pencil import PencilQuestion
-from studies.exercises import Grade
+from studies.exercises import Grade, plain
 
 Peak = Callable[[Sequence[tuple[int, int, int]], str, int], float]
 
@@ -72,7 +72,11 @@ def questions(
             f"{tokens}: activations that a backward pass needs",
             "GB",
             blocks * block_gb,
-            ((block_gb, "that is one block; the backward pass needs those of all blocks"),),
+            (
+                (block_gb, "that is one block; the backward pass needs those of all blocks"),
+                ((blocks - 1) * block_gb, "one block too few"),
+                ((blocks + 1) * block_gb, "one block too many"),
+            ),
         ),
         PencilQuestion(
             "live",
@@ -119,7 +123,7 @@ def check(peak_bytes: Peak) -> Grade:
     """Return whether `peak_bytes` is right for three methods, and if not, what to look at."""
     cases = (("adam", 1), ("in_place", 1), ("offloaded", 2), ("offloaded", 3))
     for done, (method, num_buffers) in enumerate(cases):
-        complaint = _complaint(peak_bytes(list(_BLOCKS), method, num_buffers), method, num_buffers)
+        complaint = _complaint(plain(peak_bytes(list(_BLOCKS), method, num_buffers)), method, num_buffers)
         if complaint:
             return Grade(False, f"{method}, {num_buffers} staging buffers: {complaint}", done / len(cases))
     return Grade(True, f"{len(cases)} steps keep what you say")

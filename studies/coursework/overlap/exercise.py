@@ -6,12 +6,18 @@ import random
 from collections.abc import Callable, Sequence
 
 from studies.coursework.pencil import PencilQuestion
-from studies.exercises import Grade
+from studies.exercises import Grade, plain
 
 Times = Callable[[Sequence[tuple[float, float, float]], int], object]
 
 FUNCTION = "finish_times"
 CURVE = ("Seconds at which each block has left the device again", "block")
+
+
+_FILL = (
+    "the pipeline has to fill and to drain, too: the first block takes its whole time, each other one copy"
+)
+_PACE = "the copies take longer than the forwards: they set the pace"
 
 
 def numbers(r: random.Random) -> dict[str, float]:
@@ -61,8 +67,14 @@ def questions(block_mb: float, link_gb_per_s: float, compute_ms: float, blocks: 
             overlapped,
             (
                 (serial, "the overlap is forgotten: different blocks upload, compute and offload at once"),
-                (blocks * busiest, "the pipeline has to fill and to drain, too"),
-                (blocks * compute_ms, "the copies take longer than the forwards: they set the pace"),
+                (blocks * busiest, _FILL),
+                (overlapped - busiest, _FILL),
+                (
+                    overlapped + busiest,
+                    "one block too many: filling and draining is one block's time already",
+                ),
+                (blocks * compute_ms, _PACE),
+                (2 * copy_ms + blocks * compute_ms, _PACE),
                 (blocks * (copy_ms + compute_ms), "the overlap is forgotten, and so is the offload"),
             ),
         ),
@@ -106,7 +118,7 @@ _CASES = ((_EVEN, 9), (_UNEVEN, 9), (_UNEVEN, 1), (_UNEVEN, 2), (_UNEVEN, 3))
 def check(finish_times: Times) -> Grade:
     """Return whether `finish_times` follows blocks through the staging buffers, and if not, what to look at."""
     for done, (blocks, num_buffers) in enumerate(_CASES):
-        complaint = _complaint(finish_times(list(blocks), num_buffers), blocks, num_buffers)
+        complaint = _complaint(plain(finish_times(list(blocks), num_buffers)), blocks, num_buffers)
         if complaint:
             return Grade(
                 False, f"{len(blocks)} blocks, {num_buffers} staging buffers: {complaint}", done / len(_CASES)
@@ -141,6 +153,10 @@ def _complaint(answer: object, blocks: list[tuple[float, float, float]], num_buf
         (_reference(blocks, max(num_buffers - 1, 1)), "one staging buffer too few"),
         (_reference(compute_only, num_buffers), "the copies are missing"),
         (
+            [1000 * time for time in _reference(blocks, num_buffers)],
+            "seconds are asked, as those of the blocks are",
+        ),
+        (
             independent,
             "a stream does one block at a time: compute and offload wait for the block before, too",
         ),
@@ -153,7 +169,7 @@ def _complaint(answer: object, blocks: list[tuple[float, float, float]], num_buf
 
 def curve(finish_times: Times) -> list[tuple[float, float, float]]:
     """Return when each block has left again, with two staging buffers, and the reference."""
-    own = finish_times(list(_UNEVEN), 2)
+    own = plain(finish_times(list(_UNEVEN), 2))
     assert isinstance(own, list)
     pairs = zip(own, _reference(_UNEVEN, 2), strict=True)
     return [(float(block), float(mine), reference) for block, (mine, reference) in enumerate(pairs)]
