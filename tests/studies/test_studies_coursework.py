@@ -156,9 +156,12 @@ def test_a_student_works_through_a_unit(tmp_path, monkeypatch):
     assert "has the numbers of 'ada'" in rows["eve"]["seen"]
 
 
-def test_numbers_differ_from_student_to_student():
-    for unit in UNITS:
-        assert len({repr(numbers_of(unit, str(number))) for number in range(20)}) > 10
+@pytest.mark.parametrize("name", NAMES)
+def test_each_of_fifty_students_has_numbers_and_mostly_answers_of_their_own(name):
+    students = [f"s{number}" for number in range(50)]
+    assert len({repr(numbers_of(UNIT[name], student)) for student in students}) == 50
+    for question in zip(*(questions_of(UNIT[name], student) for student in students), strict=True):
+        assert len({f"{own.answer:.3g}" for own in question}) > 12, question[0].key
 
 
 def test_an_instructor_gets_the_solution_and_the_answers_of_the_class(tmp_path, monkeypatch):

@@ -14,12 +14,12 @@ CURVE = ("How many times as long the wrong constant makes it", "true factor")
 def numbers(r: random.Random) -> dict[str, float]:
     """Return a student's numbers: the first machine is dearer and faster, and cheaper for each step."""
     return {
-        "fast_usd": r.choice((2.4, 3.2, 3.6)),
-        "fast_s": r.choice((0.8, 0.9, 1.1)),
-        "slow_usd": r.choice((0.7, 0.9, 1.1)),
-        "slow_s": r.choice((5.2, 6.4, 7.6)),
-        "most": r.choice((1.3, 1.6, 1.8)),
-        "examples": r.choice((20000, 30000, 50000)),
+        "fast_usd": r.randint(220, 320) / 100,
+        "fast_s": r.randint(80, 110) / 100,
+        "slow_usd": r.randint(70, 110) / 100,
+        "slow_s": r.randint(55, 80) / 10,
+        "most": r.randint(13, 19) / 10,
+        "examples": 1000 * r.randint(20, 50),
     }
 
 

@@ -14,12 +14,12 @@ CURVE = ("Kilobytes that cross the split point in a step", "bits of an activatio
 def numbers(r: random.Random) -> dict[str, int]:
     """Return a student's numbers."""
     return {
-        "hidden": r.choice((1024, 2048, 4096)),
-        "batch": r.choice((4, 6, 12)),
+        "hidden": 256 * r.randint(4, 16),
+        "batch": r.randint(3, 12),
         "seq": r.choice((128, 256, 512)),
         "bits": r.choice((2, 3, 4)),
-        "perturbations": r.choice((3, 5, 6)),
-        "mbit_per_s": r.choice((100, 250, 1000)),
+        "perturbations": r.randint(3, 9),
+        "mbit_per_s": 50 * r.randint(2, 20),
     }
 
 

@@ -26,7 +26,13 @@ def numbers(r: random.Random) -> dict[str, Any]:
         a, theta = (r.randint(2, 5), r.randint(2, 5)), (r.randint(1, 4), r.randint(1, 4))
         z = r.choice((2, 3)), r.choice((-1, 1))
         if abs(a[0] * theta[0] * z[0] + a[1] * theta[1] * z[1]) > 2:
-            return {"a": a, "theta": theta, "z": z, "dim": r.randint(5, 20), "error": r.choice((0.1, 0.25))}
+            return {
+                "a": a,
+                "theta": theta,
+                "z": z,
+                "dim": r.randint(5, 60),
+                "error": r.choice((0.1, 0.2, 0.25)),
+            }
 
 
 def questions(

@@ -19,10 +19,10 @@ _SEGMENT = 34
 def numbers(r: random.Random) -> dict[str, float]:
     """Return a student's numbers."""
     return {
-        "billions": r.choice((1.3, 2.7, 6.7)),
-        "blocks": r.choice((24, 32, 40)),
-        "width": r.choice((2048, 2560, 4096)),
-        "batch": r.choice((4, 6, 16)),
+        "billions": r.randint(12, 80) / 10,
+        "blocks": r.randint(24, 40),
+        "width": 256 * r.randint(8, 16),
+        "batch": r.randint(3, 16),
         "seq": r.choice((256, 512, 1024)),
         "gpu_gb": r.choice((24, 40, 80)),
     }

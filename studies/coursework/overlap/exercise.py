@@ -23,10 +23,10 @@ _PACE = "the copies take longer than the forwards: they set the pace"
 def numbers(r: random.Random) -> dict[str, float]:
     """Return a student's numbers; copies take longer than the forwards."""
     return {
-        "block_mb": r.choice((300, 400, 600)),
-        "link_gb_per_s": r.choice((12, 20, 24)),
-        "compute_ms": r.choice((6, 8, 11)),
-        "blocks": r.choice((24, 32, 40)),
+        "block_mb": 10 * r.randint(30, 60),
+        "link_gb_per_s": r.randint(12, 24),
+        "compute_ms": r.randint(6, 11),
+        "blocks": r.randint(24, 40),
     }
 
 

@@ -25,12 +25,12 @@ _WAIT_S = 5.0
 def numbers(r: random.Random) -> dict[str, float]:
     """Return a student's numbers."""
     return {
-        "billions": r.choice((1.3, 2.7, 6.7)),
-        "ranks": r.choice((3, 4, 8)),
+        "billions": r.randint(12, 80) / 10,
+        "ranks": r.randint(3, 8),
         "gbit_per_s": r.choice((10, 25, 100)),
-        "perturbations": r.choice((16, 24, 48)),
-        "forward_ms": r.choice((30, 50, 70)),
-        "update_ms": r.choice((4, 6, 9)),
+        "perturbations": r.randint(16, 48),
+        "forward_ms": r.randint(30, 70),
+        "update_ms": r.randint(4, 9),
     }
 
 

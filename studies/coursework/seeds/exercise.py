@@ -18,10 +18,10 @@ CURVE = ("Distance of the weights from where they began", "rows of the log")
 def numbers(r: random.Random) -> dict[str, float]:
     """Return a student's numbers."""
     return {
-        "billions": r.choice((1.3, 2.7, 6.7, 13.0)),
-        "steps": 1000 * r.randint(3, 30),
-        "forward_s": r.choice((0.2, 0.3, 0.5)),
-        "pass_s": r.choice((0.03, 0.04, 0.05)),
+        "billions": r.randint(12, 140) / 10,
+        "steps": 100 * r.randint(30, 300),
+        "forward_s": r.randint(20, 50) / 100,
+        "pass_s": r.randint(25, 50) / 1000,
     }
 
 

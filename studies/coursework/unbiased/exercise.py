@@ -19,10 +19,10 @@ CURVE = ("Mean of 4,000 roundings", "value")
 def numbers(r: random.Random) -> dict[str, float]:
     """Return a student's numbers."""
     return {
-        "step": r.choice((0.25, 0.75, 1.5)),
-        "whole": r.randint(2, 5),
-        "part": r.choice((0.1, 0.2, 0.3)),
-        "updates": r.choice((200, 300, 700)),
+        "step": r.choice((0.25, 0.4, 0.6, 0.75, 1.5, 2.5)),
+        "whole": r.randint(2, 9),
+        "part": r.randint(10, 35) / 100,
+        "updates": 10 * r.randint(20, 90),
         "share": r.choice((0.02, 0.03, 0.04)),
     }
 
