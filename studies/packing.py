@@ -48,6 +48,40 @@ To grade a class, put the submissions in a folder, {submissions}:
 Each runs in a process of its own, one after the other, with limits of time and memory, and without sockets and files.
 This is no prison: grade code of people whom you do not trust in a container.
 """
+_OTTER_README = """
+With otter-grader: `otter check solution.py -t tests` beside a student's answers.json, or `otter generate -t tests` for an autograder.
+"""
+# Half of the points are for a part that is half right, as otter knows cases that hold and cases that do not.
+_OTTER_TEST = '''"""A part of the unit {unit}, for otter-grader."""
+
+from pathlib import Path
+
+from otter.test_files import test_case
+
+OK_FORMAT = False
+name = "{part}"
+points = {points:g}
+
+
+def _marked():
+    from studies.coursework import UNITS
+    from studies.coursework.grading import check
+
+    unit = next(unit for unit in UNITS if unit.name == "{unit}")
+    return next(part for part in check(unit, filter(Path.is_file, [Path("{file}")])).tests if part.name == name)
+
+
+@test_case(points={half:g})
+def test_at_least_half():
+    part = _marked()
+    assert part.score >= part.max_score / 2, part.output
+
+
+@test_case(points={half:g})
+def test_the_whole():
+    part = _marked()
+    assert part.score == part.max_score, part.output
+'''
 
 
 def pack(
@@ -90,12 +124,26 @@ def pack(
         files["README.txt"] += _INSTRUCTOR.format(name=study, submissions=submissions)
         files["solution.py"] = solution.read_text(encoding="utf-8")
         keys = {f"answers of {name}.json": _key(unit, name) for name in students} if unit else {}
-        yield _write(folder / f"{study}-instructor.zip", study, files | keys)
+        if unit:
+            files["README.txt"] += _OTTER_README
+        tests = dict(_otter_tests(unit)) if unit else {}
+        yield _write(folder / f"{study}-instructor.zip", study, files | keys | tests)
     elif unit is None:
         yield _write(folder / f"{study}-student.zip", study, files)
     else:
         for name in students or ["anybody"]:
             yield _write(folder / f"{study}-{name}.zip", study, files | _own_files(unit, name))
+
+
+def _otter_tests(unit: Unit) -> Iterator[tuple[str, str]]:
+    from studies.coursework.grading import check
+
+    for part in check(unit, []).tests:
+        file = "solution.py" if part.name == "solution" else "answers.json"
+        test = _OTTER_TEST.format(
+            unit=unit.name, part=part.name, points=part.max_score, half=part.max_score / 2, file=file
+        )
+        yield f"tests/{part.name}.py", test
 
 
 def _own_files(unit: Unit, student: str) -> dict[str, str]:

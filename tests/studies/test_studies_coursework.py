@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
-from importlib import import_module
+from importlib import import_module, util
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -178,6 +180,46 @@ def test_an_instructor_gets_the_solution_and_the_answers_of_the_class(tmp_path, 
 def test_an_untouched_stub_and_blank_answers_have_no_point(name):
     result = invoke("check", name, ROOT / "studies" / UNIT[name].stub / "stub.py", "--json")
     assert json.loads(result.stdout)["score"] == 0
+
+
+def test_otters_tests_mark_the_files_beside_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    invoke("pack", "memory", "--for", "instructor")
+    shutil.unpack_archive("memory-instructor.zip", tmp_path)
+    monkeypatch.setitem(sys.modules, "otter", ModuleType("otter"))
+    decorators = ModuleType("otter.test_files")
+    decorators.test_case = lambda points: lambda case: case
+    monkeypatch.setitem(sys.modules, "otter.test_files", decorators)
+    right = SOLVED["memory"].answers(**numbers_of(UNIT["memory"], "ada"))
+    given = right | {"adam": -right["adam"], "live": 1e9}
+    Path("answers.json").write_text(json.dumps({"unit": "memory", "student": "ada", "answers": given}))
+    seen = {}
+    for part in ("saved", "adam", "live", "solution"):
+        test = runpy.run_path(f"memory/tests/{part}.py")
+        seen[part] = []
+        for case in (test["test_at_least_half"], test["test_the_whole"]):
+            try:
+                case()
+                seen[part].append("")
+            except AssertionError as error:
+                seen[part].append(str(error))
+    assert seen["saved"] == ["", ""]
+    assert seen["adam"] == ["", "the sign is the other way"]
+    assert "too large" in seen["live"][0]
+    assert seen["solution"] == ["not handed in", "not handed in"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not util.find_spec("otter"), reason="otter-grader is not installed")
+def test_otter_checks_a_unit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    invoke("pack", "memory", "--for", "instructor")
+    shutil.unpack_archive("memory-instructor.zip", tmp_path)
+    with Path("memory/solution.py").open("a") as file:
+        file.write("\n\npeak_bytes = right\n")
+    command = [sys.executable, "-m", "otter", "check", "solution.py", "-t", "tests", "-q", "solution"]
+    done = subprocess.run(command, cwd=tmp_path / "memory", capture_output=True, text=True, check=True)
+    assert "All tests passed" in done.stdout + done.stderr
 
 
 @pytest.mark.slow
