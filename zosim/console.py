@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ class PlainConsole(Console):
 
 
 stdout = PlainConsole()
-stderr = PlainConsole(stderr=True)
+# In a notebook it is a stream, too: its bars would want ipywidgets, and warn where that is missing.
+stderr = PlainConsole(stderr=True, force_jupyter=False)
 
 _PIPE_COLUMNS = 100
 """Width of what is piped, unless ``COLUMNS`` says another: a pipe has none of its own."""
@@ -73,4 +75,6 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=stderr,
         transient=True,
+        # A notebook keeps every picture of a bar.
+        refresh_per_second=10 if sys.stderr.isatty() else 1,
     )

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -321,3 +322,14 @@ def test_lines_of_an_error_end_between_words_on_a_terminal_alone(is_terminal, mo
     shown = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())
     assert shown.split() == f"error: {message} hint: use another".split()
     assert (max(map(len, shown.splitlines())) <= 40) is is_terminal
+
+
+def test_a_bar_in_a_notebook_is_text_that_is_drawn_again_once_a_second(monkeypatch, recwarn):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as kernels of Jupyter do
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with runpy.run_path(console.__file__)["progress"]() as bar:
+        bar.add_task("buying", total=3)
+        assert bar.live.refresh_per_second == 1
+    assert "buying" in sys.stderr.getvalue()
+    assert not [str(warning.message) for warning in recwarn]
