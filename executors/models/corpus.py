@@ -39,9 +39,10 @@ TEMPLATE = "{text}\nThis is {label}"
 """The same prompt for the text form of the data."""
 
 _HELD_OUT_OF_256 = 64
-_CHUNK_BYTES = 8192
-"""Documents are held out by chunks of this size, since a few of them are most of the prose."""
+_HELD_OUT_BYTES = 8192
+"""Documents are held out by stretches of this size, since a few of them are most of the prose."""
 _CHUNK_BYTES = 240
+"""Held-out text is dealt to the splits by chunks of this size."""
 _SKIPPED = frozenset(
     {"test", "tests", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "lib2to3"}
 )
@@ -160,9 +161,9 @@ def _deal(
 
 def _joined(documents: tuple[tuple[str, bytes], ...], *, held_out: bool) -> npt.NDArray[np.uint8]:
     kept = (
-        contents[start : start + _CHUNK_BYTES]
+        contents[start : start + _HELD_OUT_BYTES]
         for name, contents in documents
-        for piece, start in enumerate(range(0, len(contents), _CHUNK_BYTES))
+        for piece, start in enumerate(range(0, len(contents), _HELD_OUT_BYTES))
         if (hashlib.sha256(f"{name}:{piece}".encode()).digest()[0] < _HELD_OUT_OF_256) == held_out
     )
     return np.frombuffer(b"".join(kept), dtype=np.uint8)

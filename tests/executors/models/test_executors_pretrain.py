@@ -63,6 +63,15 @@ class TestText:
             assert len(trained) + len(held_out) == total
             assert 0.15 < len(held_out) / total < 0.35
 
+    def test_text_is_held_out_by_long_stretches(self) -> None:
+        """Short ones would have the task ask of text that stands between trained text."""
+        stretches = [bytes([number]) * 8192 for number in range(64)]
+        documents = (("manual", b"".join(stretches)),)
+        trained, _ = corpus.Corpus(documents, documents).training
+        held_out, _ = corpus.Corpus(documents, documents).held_out
+        assert set(trained.tolist()).isdisjoint(held_out.tolist())
+        assert 0 < len(set(held_out.tolist())) < 32
+
     def test_splits_share_no_text(self, text: corpus.Corpus) -> None:
         for held_out in text.held_out:
             splits = corpus._deal(held_out, np.random.default_rng(0))
