@@ -6,6 +6,7 @@ import pytest
 
 from studies.scale import __main__ as scale
 from studies.scale import planning
+from topology.documents import load_preset
 from zosim.simulators.lockstep import simulate_many
 
 
@@ -48,7 +49,7 @@ def test_the_table_is_printed_and_written(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_the_planners_time_is_printed_with_what_it_chose(monkeypatch, capsys):
-    monkeypatch.setattr(planning, "_SEARCHES", {"small": ("opt-125m", 1)})
+    monkeypatch.setattr(planning, "_SEARCHES", {"small": ("opt-125m", lambda: load_preset("rtx4090-2x"))})
     monkeypatch.setattr("sys.argv", ["planning", "--rounds", "1"])
     assert planning.main() == 0
     _, line = capsys.readouterr().out.splitlines()

@@ -255,6 +255,10 @@ def _candidates(decision: Decision) -> tuple[Table, str]:
     """Return the candidates on the Pareto fronts of step time, memory and devices: of what fits, and of what does not."""
     chosen = decision.chosen
     fitting = [c for c in pareto_front((chosen, *decision.others)) if c is not chosen]
+    # The second of the reasons, which a bound may dominate.
+    second = next((c for c in decision.others if c.is_simulated), None)
+    if second is not None and second not in fitting:
+        fitting.insert(0, second)
     rows = [
         _row(chosen, "chosen"),
         *[_row(candidate, _verdict(candidate, chosen)) for candidate in fitting[: _NUM_FITTING - 1]],
