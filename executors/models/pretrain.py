@@ -32,7 +32,7 @@ from zosim.cache import CACHE_VARIABLE, cache_directory
 if TYPE_CHECKING:
     from transformers import OPTForCausalLM
 
-_FORMAT = 2
+_FORMAT = 3
 """Raised when what a recipe makes changes, so that older caches are not taken for it."""
 
 _MANIFEST = "manifest.json"
