@@ -149,7 +149,7 @@ class BlockBounder:
             fraction = max(0.0, 1 - num_early / num_offloaded)
             behind = tuple(amount * fraction for amount in prices.loads_behind)
             self._known_bounds[key] = BlockBound(
-                period, prices.loads, behind, prices.computed_s, memory, two_blocks.num_instructions
+                period, prices.loads, behind, prices.computed_s, memory, prices.num_instructions
             )
             if plan.num_stages == 1 and rank == 0:
                 # They are the same whatever is forwarded, so they tell plans of other meshes something.
@@ -219,7 +219,7 @@ class BlockBounder:
             # Every resource has a place, so that loads of machines alike can be added by position.
             loads = dict.fromkeys(machine.capacities, 0.0)
             behind = dict(loads)
-            computed_s, is_exchanged = 0.0, False
+            computed_s, is_exchanged, num_instructions = 0.0, False, 0.0
             seconds = []
             for execution in two_blocks.executions:
                 items = [
@@ -236,6 +236,7 @@ class BlockBounder:
                 )
                 for item, activity in zip(items, activities, strict=True):
                     count = execution.count * shares.of(item)
+                    num_instructions += count
                     is_exchanged |= item.label == "exchange"
                     if item.stream == Stream.COMPUTE and not is_exchanged:
                         computed_s += activity.seconds * count
@@ -248,6 +249,7 @@ class BlockBounder:
                 tuple(loads.values()),
                 tuple(behind.values()),
                 computed_s if is_exchanged else inf,
+                round(num_instructions),
             )
         return StageStep(
             _graph(plan, two_blocks, shares), self._prices[key].seconds, machine.step_s()
@@ -440,6 +442,7 @@ class _Prices:
     loads: tuple[float, ...]
     loads_behind: tuple[float, ...]
     computed_s: float
+    num_instructions: int
 
 
 class _TwoBlocks:
@@ -451,7 +454,6 @@ class _TwoBlocks:
     def __init__(self, program: Program, standing: Mapping[str, range], *, is_ahead: bool) -> None:
         self.program = program
         self.executions = list(_executions(program, standing, is_ahead=is_ahead))
-        self.num_instructions = sum(len(each.instructions) * each.count for each in self.executions)
         losses = [item.work.workspace_bytes for item in program.step if _takes_loss(item)]
         others = [item.work.workspace_bytes for item in program.step if not _takes_loss(item)]
         self._loss_bytes, self._other_bytes = max(losses, default=0), max(others, default=0)

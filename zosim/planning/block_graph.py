@@ -247,12 +247,13 @@ def written_out(graph: BlockGraph) -> tuple[tuple[Instruction, ...], dict[str, s
     # A stream that has waited for something on another need not wait for what came before that.
     reached: dict[tuple[Stream, Stream], tuple[int, int]] = {}
     for position, (execution, table) in enumerate(blocks, 1):
+        edges_of = dict(table)
         for number, edges in table:
             if number < 0:
                 continue  # the first of two nodes has its edges
             item = execution.instructions[number]
             after: list[Dependency] = []
-            for distance, source in dict(table).get(~number, edges):
+            for distance, source in edges_of.get(~number, edges):
                 there = position - distance
                 if there == 0:  # the step's beginning
                     if source < _EXCHANGE and item.stream is not Stream.COMPUTE:

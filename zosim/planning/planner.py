@@ -90,7 +90,7 @@ class Candidate:
 
     @cached_property
     def sort_key(self) -> tuple[float, int, int, int, int, int, int]:
-        """Faster first; of two that are as fast, the one that needs less: ranks, hosts, unusual values, instructions, memory."""
+        """Faster first; of two that are as fast, the one that needs less: ranks, hosts, unusual values, memory, instructions."""
         seconds = float(f"{self.seconds:.{_SIGNIFICANT_DIGITS}g}")
         placement = self.plan.placement
         return (
@@ -98,10 +98,10 @@ class Candidate:
             placement.world_size,
             len(placement.ranks_by_host),
             num_unusual(self.plan),
-            self.bound.num_instructions,
             # Memory of devices is what there is least of.
             self.footprints.largest.device_bytes,
             self.footprints.fullest.size_bytes,
+            self.bound.num_instructions,
         )
 
     @property
@@ -559,16 +559,23 @@ class _Search:
     def _simulate_plainer(self) -> None:
         """Simulate what is plainer than the best and perhaps as fast."""
         best, _ = self.ranked()
-        plan = best.plan
-        usual = plan.residency.model_copy(update={"num_staging_buffers": Residency().num_staging_buffers})
-        if plan.is_offloaded and self._request.config.residency.given("num_staging_buffers") is None:
-            fewer = self._candidate(plan.model_copy(update={"residency": usual}))
-            if usual != plan.residency and not fewer.missing:
-                self._push(fewer.seconds, candidate=fewer)
+        limit_s = best.seconds * (1 + ALIKE)
+        if self._request.config.residency.given("num_staging_buffers") is None:
+            usual = {"num_staging_buffers": Residency().num_staging_buffers}
+            known = {candidate.plan for candidate in (*self.simulated, *self.waiting)}
+            for candidate in (best, *self.waiting):
+                plan = candidate.plan
+                fewer = plan.model_copy(update={"residency": plan.residency.model_copy(update=usual)})
+                if not plan.is_offloaded or candidate.seconds > limit_s or fewer in known:
+                    continue
+                known.add(fewer)
+                plainer = self._candidate(fewer)
+                if not plainer.missing:
+                    self._push(plainer.seconds, candidate=plainer)
         rivals = [
             candidate
             for candidate in self.waiting
-            if candidate.seconds <= best.seconds * (1 + ALIKE) and candidate.sort_key[1:] < best.sort_key[1:]
+            if candidate.seconds <= limit_s and candidate.sort_key[1:] < best.sort_key[1:]
         ]
         self._take(sorted(rivals, key=lambda candidate: candidate.sort_key[1:])[:1])
 
