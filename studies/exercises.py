@@ -209,8 +209,11 @@ def _not_allowed(path: Path, given: Collection[tuple[str, str]]) -> Iterator[tup
     """Yield the lines of a solution that use what it may not, and what they use; `given` is what its stub imports."""
     try:
         tree = ast.parse(read_text(path, "solution", ZosimError))
-    except SyntaxError as error:
-        message = f"{path} line {error.lineno} is no Python: {error.msg}"
+    # A null byte is a ValueError in older Pythons, and nesting too deep ends in one of the last two.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        where = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        reason = getattr(error, "msg", str(error)) or "it nests too deep"
+        message = f"{path}{where} is no Python: {reason}"
         raise ZosimError(message, hint="run it with python to see where") from error
     for line, module, name in _imports(tree):
         # A future statement changes how the file is read and imports nothing.

@@ -65,6 +65,8 @@ def solution(tmp_path, text):
         ("def bytes_forward(case):\n    return g.gi_frame.f_back", "line 2 uses"),
         ("class Any(float):\n    def __sub__(self, other):\n        return 0.0", "line 2 uses __sub__"),
         ("def bytes_forward(case)\n", "line 1 is no Python"),
+        ("x = '\0'", "is no Python: .*null bytes"),
+        (f"x = {'-' * 200_000}1", "is no Python: (it nests too deep|too many nested)"),
     ],
 )
 def test_what_a_solution_may_not_use_is_refused_by_its_line(tmp_path, text, used):
