@@ -19,11 +19,15 @@ from topology.errors import ProgramError
 from zosim.program.instructions import PHASES, Phase, Stream
 from zosim.program.step_graph import Rendezvous, StepGraph
 from zosim.simulators.assembly import MAX_UNLIKE_STEPS, run_simulator, without_garbage_collection
+from zosim.simulators.few_ranks import FewRanks
 from zosim.simulators.flows import STREAM_NUMBER, Counts, Floats, FlowTable, Ints
 from zosim.simulators.periodic import PeriodDetector, shortened_steps
 from zosim.simulators.sharing import SAME_INSTANT
 from zosim.simulators.world import ProcessGroup, World
 from zosim.timeline import Repeat, Span, Timeline
+
+# Up to here numbers are faster than arrays.
+_FEW_RANKS = 16
 
 
 def simulate_many(
@@ -51,11 +55,13 @@ def periodic_step_s(world: World) -> float:
     Raises ProgramError as for :func:`~zosim.simulators.simulate.simulate`.
     """
     with without_garbage_collection():
-        run = Lockstep(world, MAX_UNLIKE_STEPS, ())
-        run.run_to_end()
-    if run.cycle is None:
-        return simulate_many(world).step_time_s
-    return run.cycle.period_s / run.cycle.num_steps
+        if world.size <= _FEW_RANKS and not world.fifo:
+            cycle = FewRanks(world, MAX_UNLIKE_STEPS).cycle()
+        else:
+            run = Lockstep(world, MAX_UNLIKE_STEPS, ())
+            run.run_to_end()
+            cycle = run.cycle
+    return simulate_many(world).step_time_s if cycle is None else cycle.period_s / cycle.num_steps
 
 
 @dataclass

@@ -47,6 +47,7 @@ class RunGraph:
         self.graphs = [of_template[number] for number in world.template_of]
         self.max_distance = max(graph.max_distance for graph in self.graphs)
         self._nodes: dict[int, list[Node]] = {}
+        self._edges_of: dict[int, list[tuple[Edge, ...]]] = {}
 
     # -- by number ---------------------------------------------------------------------------------------------
 
@@ -55,11 +56,24 @@ class RunGraph:
 
         Raises ProgramError if instructions wait for each other in a circle.
         """
-        # Steps that reach back to steps alone are alike.
-        key = self.max_distance + 1 if self.max_distance < position <= self.num_steps else position
+        key = self._alike(position)
         if key not in self._nodes:
             self._nodes[key] = self._in_order(key)
         return self._nodes[key]
+
+    def edges(self, position: int) -> list[tuple[Edge, ...]]:
+        """Return what each node at a position waits for, by number."""
+        key = self._alike(position)
+        if key not in self._edges_of:
+            self._edges_of[key] = [
+                tuple(dict.fromkeys(edge for member in members for edge in self._edges(member, key)))
+                for members in self.members[self.graphs[0].phase(key)]
+            ]
+        return self._edges_of[key]
+
+    def _alike(self, position: int) -> int:
+        # Steps that reach back to steps alone are alike.
+        return self.max_distance + 1 if self.max_distance < position <= self.num_steps else position
 
     @cached_property
     def members(self) -> dict[Phase, list[tuple[Member, ...]]]:
@@ -85,12 +99,8 @@ class RunGraph:
 
     def _in_order(self, position: int) -> list[Node]:
         phase = self.graphs[0].phase(position)
-        edges = [
-            tuple(dict.fromkeys(edge for member in members for edge in self._edges(member, position)))
-            for members in self.members[phase]
-        ]
         try:
-            return in_order(edges)
+            return in_order(self.edges(position))
         except CycleError as error:
             circle = " waits for ".join(
                 self.name(rank, RunNode(position, self.graphs[rank].ids[phase][number]))
