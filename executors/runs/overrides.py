@@ -20,24 +20,22 @@ from executors.datasets.batches import Batches
 from executors.models.packing import facts_of
 from executors.ranks.rank_info import RankInfo, is_launched
 from executors.runs.inputs import longest_line, open_data
-from executors.runs.learning_rate import LearningRate
 from executors.runs.planning import plan_for, planned_device, refuse_absent, refuse_too_large, spec_for
 from executors.runs.programs import recorded_programs
 from executors.runs.runlog import HEADER_NAME, read_header
 from executors.runs.settings import (
-    DataSettings,
-    EvaluationSettings,
     RunConfig,
     RunOptions,
     RunSettings,
     evaluation_in,
+    recorded_config,
 )
 from topology.errors import PlanError, RunError
 from topology.limits import whole_number
-from zosim.adapters import AdapterSettings, adapters_of, tuned_by
+from zosim.adapters import adapters_of, tuned_by
 from zosim.config import PlanConfig, Search, merge
 from zosim.planning.visibility import about_epsilon
-from zosim.plans import ForwardPass, Plan, fields_of
+from zosim.plans import ForwardPass, Plan
 from zosim.plans.forward import USUAL_NEW_TOKENS
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
@@ -61,7 +59,7 @@ def settings_from(
     out, is_resumed = _required(options.run.out, "a directory to write to", "--out DIR"), options.run.resume
     header = read_header(out) if is_resumed and os.path.lexists(Path(out) / HEADER_NAME) else {}
     _refuse_unnamed_code(header.get("run") or {}, options.run, out)
-    config = merge(_recorded(header), options)
+    config = merge(recorded_config(header), options)
     run, data = config.run, config.data
     if is_resumed and not header and not run.model:
         raise RunError(
@@ -154,29 +152,6 @@ def default_threads(num_ranks: int = 1) -> int:
     # A container or taskset may leave this process fewer cores than the host has.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed) // num_ranks)
-
-
-def _recorded(header: Recorded) -> RunConfig:
-    """Return what a resumed run takes over from its record: the options that change its numbers, and its data."""
-    if not header.get("run"):
-        return RunConfig()
-    recorded = header["run"]
-    own = {**header, **recorded}
-    # How weights are written is no number of the run, but whoever goes on with it wants it still.
-    names = [
-        field.name
-        for field in fields_of(RunOptions).values()
-        if field.setting.changes != "speed" or field.name == "save_as"
-    ]
-    return RunConfig(
-        run=RunOptions.model_construct(
-            **{name: own[name] for name in names if name in own and name != "accumulate"}
-        ),
-        data=DataSettings.model_construct(**recorded.get("data") or {}),
-        learning_rate=LearningRate.model_construct(**recorded.get("learning_rate") or {}),
-        evaluation=EvaluationSettings.model_construct(**recorded.get("evaluation") or {}),
-        adapters=AdapterSettings.model_construct(tuned=recorded.get("tuned", "all")),
-    )
 
 
 def _refuse_unnamed_code(recorded: Recorded, options: RunOptions, out: str) -> None:

@@ -194,15 +194,17 @@ class Run:
             allow_download=settings.run.allow_download,
         )
         if self.history is not None:
-            recorded = self.history.settings.get("identity")
-            if recorded is None:
+            header = self.history.header
+            data_sha256 = self.history.settings.get("data_sha256")
+            if data_sha256 is None:
                 raise RunError(
                     f"{self.out} was not written by `zosim run`", hint="resume it with the loop that wrote it"
                 )
             requested = settings.identity(self.data.lines.sha256, self.history.plan)
+            recorded = RunSettings.of_header(header).identity(data_sha256)
             refuse_other_identity(recorded, requested, str(self.out))
             check_base(self.history, model, settings.run.model)
-            refuse_other_base(self.history.header, self._base_facts(model), settings.run.model, str(self.out))
+            refuse_other_base(header, self._base_facts(model), settings.run.model, str(self.out))
         return model
 
     def _base_facts(self, model: nn.Module) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class _RunSection(_Section):
     """Settings of ``zosim run`` beside its options: fields of :class:`executors.runs.settings.RunSettings`."""
 
     learning_rate: LearningRate
-    identity: dict[str, Any] | None = None
+    data_sha256: str | None = None
     data: DataSettings | None = None
     tuned: Literal["all"] | Subset = "all"
     lora: LoRA | None = None
@@ -221,22 +221,6 @@ RENAMED: Mapping[str, str] = {
     "run.save_as=zosim-codes": "zosim",
     "finished.moved_codes": "quantized_updates",
     "finished.quantized_updates.unmoved": "unchanged",
-    "run.identity.direction": "distribution",
-    "run.identity.num_queries": "num_perturbations",
-    "run.identity.update_rounding=query": "perturbation",
-    "run.identity.direction_rank": "perturbation_rank",
-    "run.identity.direction_bits": "perturbation_bits",
-    "run.identity.num_slots": "num_staging_buffers",
-    "run.identity.residency.num_slots": "num_staging_buffers",
-    "run.identity.cuts": "split_points",
-    "run.identity.edges": "embedding_and_head",
-    "run.identity.residency.edges": "embedding_and_head",
-    "run.identity.split.cuts": "split_points",
-    "run.identity.cut_blocks": "split_blocks",
-    "run.identity.traversal=sweep": "full",
-    "run.identity.schedule.traversal=sweep": "full",
-    "run.identity.kernel=dequantise": "dequantize",
-    "run.identity.low_bits.kernel=dequantise": "dequantize",
 }
 """Fields of a header that were renamed (:mod:`topology.renamed`), but for those of its plan, which upgrades itself."""
 
@@ -244,7 +228,13 @@ RENAMED: Mapping[str, str] = {
 def upgrade(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return a header in the fields of this version."""
     version = {"version": RUNLOG_VERSION} if header.get("version") in OLDER_VERSIONS else {}
-    return with_present_names(dict(header) | version, RENAMED)
+    upgraded = with_present_names(dict(header) | version, RENAMED)
+    run = upgraded.get("run")
+    if isinstance(run, dict) and isinstance(run.get("identity"), dict):
+        # Earlier versions recorded the settings that decide a run's numbers once more, with the digest of its data.
+        sha256 = run["identity"].get("data_sha256")
+        upgraded["run"] = {k: v for k, v in run.items() if k != "identity"} | {"data_sha256": sha256}
+    return upgraded
 
 
 _HEADER_FIELDS = ("epsilon", "weight_decay", "plan", "trainable", "base_digest", "seed", "loss_dtype")

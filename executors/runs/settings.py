@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,11 +15,10 @@ from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import DataError, PlanError, RunError
 from topology.limits import Seed, Threads
-from zosim.adapters import AdapterSettings, tuned_by
-from zosim.config import PlanConfig
+from zosim.adapters import AdapterSettings, adapters_of, tuned_by
+from zosim.config import PlanConfig, merge
 from zosim.plans import AXES, Plan, Section, Setting, fields_of, is_decisive
 from zosim.plans.setting import SettingField
-from zosim.plans.upgrade import REMOVED_IDENTITIES
 from zosim.program import Program
 from zosim.program.program_set import ProgramSet
 
@@ -398,6 +398,29 @@ class RunConfig(Section):
     adapters: AdapterSettings = AdapterSettings()
 
 
+def recorded_config(header: Mapping[str, Any]) -> RunConfig:
+    """Return what a resumed run takes over from its header beside plan, adapters and micro-batches: what changes its numbers, and its data."""
+    recorded = header.get("run")
+    if not recorded:
+        return RunConfig()
+    own = {**header, **recorded}
+    # How weights are written is no number of the run, but whoever goes on with it wants it still.
+    names = [
+        field.name
+        for field in fields_of(RunOptions).values()
+        if field.setting.changes != "speed" or field.name == "save_as"
+    ]
+    return RunConfig(
+        run=RunOptions.model_construct(
+            **{name: own[name] for name in names if name in own and name != "accumulate"}
+        ),
+        data=DataSettings.model_construct(**recorded.get("data") or {}),
+        learning_rate=LearningRate.model_construct(**recorded.get("learning_rate") or {}),
+        evaluation=EvaluationSettings.model_construct(**recorded.get("evaluation") or {}),
+        adapters=AdapterSettings.model_construct(tuned=recorded.get("tuned", "all")),
+    )
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """All settings of one run: a rank needs nothing else. Raises ZosimError if the settings contradict each other."""
@@ -542,10 +565,26 @@ class RunSettings:
             same["split_blocks"] = list(plan.model.split_blocks)  # their halves are drawn one after the other
         return same
 
+    @classmethod
+    def of_header(cls, header: Mapping[str, Any]) -> RunSettings:
+        """Return the settings that the header of a run by ``zosim run`` records, as far as numbers depend on them."""
+        config, recorded = recorded_config(header), header["run"]
+        lora, prefix = adapters_of(AdapterSettings(), recorded)
+        return cls(
+            Plan.model_validate(header["plan"]),
+            merge(config.run, RunOptions(accumulate=recorded.get("accumulate", 1))),
+            config.data,
+            config.learning_rate,
+            tuned=config.adapters.tuned,
+            lora=lora,
+            prefix=prefix,
+            evaluation=config.evaluation if recorded.get("evaluation") else None,
+        )
+
     def to_header(self, data_sha256: str) -> dict[str, Any]:
         """Return the settings as ``run.json`` keeps them."""
         return {
-            "identity": self.identity(data_sha256),
+            "data_sha256": data_sha256,
             "data": self.data.model_dump(),
             "learning_rate": self.learning_rate.model_dump(),
             "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
@@ -562,7 +601,6 @@ def refuse_other_identity(recorded: dict[str, Any], declared: dict[str, Any], wh
 
     Raises RunError naming the setting and both values.
     """
-    recorded = _in_present_names(recorded)
     for name in {**recorded, **declared}:
         was, is_now = (values.get(name, _USUAL.get(name)) for values in (recorded, declared))
         if was != is_now:
@@ -580,15 +618,4 @@ _USUAL = {
     for section_type in AXES.values()
     for field in fields_of(section_type).values()
 }
-_USUAL["tuned"] = "all"
-"""What a field is that an earlier version did not record."""
-
-
-def _in_present_names(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity that an earlier version recorded: it kept some axes as mappings, and had fields that were removed."""
-    flat = {
-        name: value
-        for name, value in recorded.items()
-        if name not in ("residency", "split") and name not in REMOVED_IDENTITIES
-    }
-    return {**flat, **recorded.get("residency", {}), **recorded.get("split", {})}
+"""What a field is that decides numbers in one of two runs alone, such as a codec where the other has none."""

@@ -10,7 +10,6 @@ import zosim
 from costmodel.models.configs import read_model_spec
 from costmodel.rates.profile import Profile
 from costmodel.rates.slowdown import Slowdown, with_slowdown
-from executors.runs.runlog import upgrade as upgraded_header
 from topology.hardware import resolve
 from zosim.hardware.profiles import Profiles
 from zosim.lowering import lower_all
@@ -129,10 +128,3 @@ def test_a_timeline_with_steady_steps_has_periodic_ones() -> None:
     data = json.loads(timeline.to_json())
     data["first_steady_step"] = data.pop("first_periodic_step", timeline.first_periodic_step)
     assert Timeline.from_data(data, "old") == timeline
-
-
-def test_an_identity_with_cuts_has_split_points() -> None:
-    for identity in ({"cuts": ["block.1"]}, {"split": {"cuts": ["block.1"]}}):
-        header = upgraded_header({"version": 3, "run": {"identity": identity}})
-        assert renamed(header["run"]["identity"], {"split_points": "cuts"}) == identity
-        assert header["run"]["identity"] != identity

@@ -60,9 +60,6 @@ _REMOVED_VALUES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 }
 """Values that were removed of fields that stay, by axis and name."""
 
-REMOVED_IDENTITIES = frozenset({"share_group", "coded_parts", "full_range", "outliers", "adapter_span"})
-"""What removed fields were called in the identities of runs."""
-
 
 def upgrade(data: dict[str, Any]) -> dict[str, Any]:
     """Return a plan that was saved as JSON in the fields of this version.

@@ -68,7 +68,7 @@ def test_what_a_record_names_is_not_run(inputs, untrusted, capsys, name, value):
     out, _ = untrusted
     begun(inputs, out)
     header = read_header(out)
-    header["run"][name] = header["run"]["identity"][name] = value
+    header["run"][name] = value
     write_header(out, header)
     capsys.readouterr()
     assert zosim("run", "--out", ".", "--resume", "--steps", 3, "--no-launch", "--no-tensorboard") == 2
@@ -84,7 +84,7 @@ def test_named_again_it_is_imported_but_not_from_where_the_user_stands(
     out, _ = untrusted
     begun(inputs, out)
     header = read_header(out)
-    header["run"]["objective"] = header["run"]["identity"]["objective"] = "evil_of_a_stranger:loss"
+    header["run"]["objective"] = "evil_of_a_stranger:loss"
     write_header(out, header)
     again = ("run", "--out", ".", "--resume", "--steps", 3, "--no-launch", "--no-tensorboard")
     assert zosim(*again, "--objective", "evil_of_a_stranger:loss") == 2
@@ -102,8 +102,7 @@ def test_other_commands_import_nothing_that_a_record_names(inputs, untrusted, tm
     out, _ = untrusted
     begun(inputs, out)
     header = read_header(out)
-    for section in (header["run"], header["run"]["identity"]):
-        section |= {"objective": "evil_of_a_stranger:loss", "reward": "evil_of_a_stranger:loss"}
+    header["run"] |= {"objective": "evil_of_a_stranger:loss", "reward": "evil_of_a_stranger:loss"}
     write_header(out, header)
     assert zosim("replay", ".", "--model", inputs[0], "-o", tmp_path / "again") == 0
     zosim("compare", ".")
