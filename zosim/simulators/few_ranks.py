@@ -44,7 +44,7 @@ class _Shared:
 
     row: int  # its rank and stream
     number: int  # equal for those that take the same of the same resources
-    part: int  # of the network: parts have no resource in common
+    component: int  # of the network: components have no resource in common
     seconds: float
 
 
@@ -53,7 +53,7 @@ class _Position:
     """The nodes at a position, by number: what each still waits for, who waits for it, how much of it still runs, and when it ran."""
 
     waits: list[int]
-    followers: list[list[_Node]]
+    successors: list[list[_Node]]
     running: list[int]
     start_s: list[float]
     end_s: list[float]
@@ -137,7 +137,7 @@ class FewRanks:
                     waits[number] += 1
                 elif there.end_s[before] == inf:
                     waits[number] += 1
-                    there.followers[before].append((position, number))
+                    there.successors[before].append((position, number))
             if not waits[number]:
                 self._ready.append((position, number))
 
@@ -174,11 +174,11 @@ class FewRanks:
         elif position + 1 < self._last:
             # Streams run in order, so nothing there could have begun before.
             self._open(position + 1)
-        for there, follower in at.followers[number]:
+        for there, successor in at.successors[number]:
             waits = self._positions[there].waits
-            waits[follower] -= 1
-            if not waits[follower]:
-                self._ready.append((there, follower))
+            waits[successor] -= 1
+            if not waits[successor]:
+                self._ready.append((there, successor))
         if not is_step or at.num_unfinished:
             return None
         times = np.array([*map(at.start_s.__getitem__, self._timed), *map(at.end_s.__getitem__, self._timed)])
@@ -196,7 +196,7 @@ class _Network:
             dict(zip(world.template(rank).resources, world.resources[rank], strict=True))
             for rank in range(world.size)
         ]
-        self._part_of = _parts(world, self._own)
+        self._component_of = _components(world, self._own)
         self._numbers: dict[object, int] = {}
         self._activities: list[tuple[Activity, list[tuple[int, float]]]] = []
         self._running: dict[int, dict[int, _Flow]] = defaultdict(dict)
@@ -218,7 +218,7 @@ class _Network:
             self._numbers[key] = len(self._activities)
             self._activities.append((activity, uses))
         row = rank * len(Stream) + list(Stream).index(stream)
-        return _Shared(row, self._numbers[key], self._part_of[uses[0][0]], activity.seconds)
+        return _Shared(row, self._numbers[key], self._component_of[uses[0][0]], activity.seconds)
 
     def wait(self, node: _Node, end_s: float) -> None:
         """Let something end at a time."""
@@ -226,13 +226,13 @@ class _Network:
 
     def start(self, node: _Node, taken: _Shared, now_s: float) -> None:
         """Let a flow begin; its speed comes with the next settling."""
-        self._running[taken.part][taken.row] = _Flow(node, taken, taken.seconds, now_s)
-        self._touched.add(taken.part)
+        self._running[taken.component][taken.row] = _Flow(node, taken, taken.seconds, now_s)
+        self._touched.add(taken.component)
 
     def settle(self, now_s: float) -> None:
         """Give every flow its speed from now on, where something began or ended beside it."""
-        for part in self._touched:
-            flows = [flow for _, flow in sorted(self._running[part].items())]
+        for component in self._touched:
+            flows = [flow for _, flow in sorted(self._running[component].items())]
             key = tuple(flow.shared.number for flow in flows)
             if key not in self._speeds:
                 self._speeds[key] = self._solved(key)
@@ -255,8 +255,8 @@ class _Network:
                 if flow.end_s != end_s:
                     continue  # its speed has changed since
                 flow.end_s = -inf
-                del self._running[flow.shared.part][flow.shared.row]
-                self._touched.add(flow.shared.part)
+                del self._running[flow.shared.component][flow.shared.row]
+                self._touched.add(flow.shared.component)
             now_s = end_s if not nodes else now_s
             nodes.append(node)
         return (now_s, nodes) if nodes else None
@@ -273,12 +273,14 @@ class _Network:
         return speeds
 
 
-def _parts(world: World, own: list[dict[str, str]]) -> list[int]:
+def _components(world: World, own: list[dict[str, str]]) -> list[int]:
     """Return, for each resource, the first of those that something joins it to, even through others."""
     number = {name: number for number, name in enumerate(world.capacities)}
-    part = list(range(len(number)))
+    component = list(range(len(number)))
     for rank in range(world.size):
         for activity in {id(each): each for each in world.template(rank).activities.values()}.values():
-            joined = {part[number[own[rank][name]]] for name, _ in activity.uses if own[rank][name] in number}
-            part = [min(joined) if each in joined else each for each in part]
-    return part
+            joined = {
+                component[number[own[rank][name]]] for name, _ in activity.uses if own[rank][name] in number
+            }
+            component = [min(joined) if each in joined else each for each in component]
+    return component
