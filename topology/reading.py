@@ -32,7 +32,13 @@ MAX_DIGITS = 40
 MAX_YAML_VALUES = 400_000
 """Scalars, lists and mappings of a YAML file, each alias counted with all that it stands for."""
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: Any = type("_PlainLoader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+# What readers know are mappings, lists and scalars: a set cannot even be a key of a cache.
+_LOADER.yaml_constructors = {
+    tag: constructor
+    for tag, constructor in _LOADER.yaml_constructors.items()
+    if not tag or tag.rpartition(":")[2] not in ("binary", "omap", "pairs", "set")
+}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LONE_SURROGATE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # the others stand for bytes of a file's name
 
@@ -361,5 +367,5 @@ def _refuse_numbers(root: Any) -> None:
             raise _UnreadableError(f"it holds an integer of more than {MAX_DIGITS} digits")
         if isinstance(value, Mapping):
             pending += [*value, *value.values()]
-        elif isinstance(value, list | set | tuple):
+        elif isinstance(value, list):
             pending += value

@@ -12,7 +12,7 @@ from studies.coursework import Unit
 from studies.coursework.pencil import Mark, exercise_of, mark, questions_of
 from studies.exercises import grade
 from topology.errors import ZosimError
-from topology.reading import read_text
+from topology.reading import parse_json, read_text
 
 _CODE_POINTS = 4.0
 
@@ -69,7 +69,9 @@ def _answers(unit: Unit, file: Path | None, student: str | None) -> tuple[str, d
     if not file.is_file():
         raise ZosimError(f"there are no answers {str(file)!r}", hint=hint)
     try:
-        read = json.loads(read_text(file, "answers", ZosimError))
+        read = parse_json(
+            read_text(file, "answers", ZosimError), f"{file} holds no answers", ZosimError, hint=hint
+        )
         of_unit, name, answers = read["unit"], read["student"], dict(read["answers"])
     except (ValueError, KeyError, TypeError) as error:
         raise ZosimError(f"{file} has no unit, student and answers: {error}", hint=hint) from error

@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 
 from studies.cli import app
 from studies.coursework import UNITS
+from studies.coursework.grading import check
 from studies.coursework.notebook import notebook
 from studies.coursework.pencil import exercise_of, mark, numbers_of, questions_of
 from studies.exercises import grade
+from topology.errors import ZosimError
 
 ROOT = Path(__file__).parents[2]
 NAMES = [unit.name for unit in UNITS]
@@ -259,3 +261,10 @@ def test_the_index_lists_the_units_in_order():
     assert all(
         len((ROOT / "studies" / unit.stub / "stub.py").read_text().splitlines()) < 40 for unit in UNITS
     )
+
+
+@pytest.mark.parametrize("text", ["[" * 2_000 + "]" * 2_000, '{"unit": NaN}', "[1]", ""])
+def test_answers_that_nobody_can_read_are_refused_in_words(tmp_path, text):
+    (tmp_path / "answers.json").write_text(text)
+    with pytest.raises(ZosimError, match=r"answers\.json (holds no answers|has no unit)"):
+        check(UNITS[0], [tmp_path / "answers.json"])

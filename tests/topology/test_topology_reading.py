@@ -52,6 +52,8 @@ def test_json_that_is_unusual_and_fine_is_read():
         ("a: !!bool x", "its tag does not allow"),
         ("a: !!timestamp 9", "its tag does not allow"),
         ("a: !!python/object:os.system x", "could not determine a constructor"),
+        ("a: !!set {b, c}", "could not determine a constructor.*:set"),
+        ("a: !!binary YQ==", "could not determine a constructor.*:binary"),
         ("a: 2001-13-45", "month must be in 1..12"),
         ("a: 0x" + "f" * 5_000, "an integer of more than 40 digits"),
         ("a: [", "is not YAML, line"),
