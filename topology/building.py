@@ -17,7 +17,7 @@ from topology.errors import TopologyError
 from topology.figures import Bandwidth, Basis, Bytes, Figure
 from topology.graph import Topology
 from topology.lint import NVLINK_BYTES_PER_S, PCIE_LANE_BYTES_PER_S
-from topology.schema import DeviceSpec, Link, LinkType, Node, PcieWidth
+from topology.schema import DeviceSpec, Link, LinkType, Node, NvlinkPorts, PcieWidth
 from topology.units import format_bandwidth, format_bytes
 from topology.validation import did_you_mean, readable
 
@@ -119,6 +119,7 @@ class MachineBuilder:
         """
         unified = [node for node in self._nodes.values() if node.spec and node.spec.id.startswith(UNIFIED)]
         if unified:
+            self._join_unified([node.id for node in unified])
             shared = f"The memory of {', '.join(node.id for node in unified[:8])} is the host's as well"
             self.notes.append(f"{shared}: what one of them holds, the other has not.")
         self.notes += memory_notes(self._nodes.values(), state_memory or _STATE_MEMORY)
@@ -130,6 +131,13 @@ class MachineBuilder:
                 nodes=tuple(self._nodes.values()),
                 links=tuple(self._links.values()),
             )
+
+    def _join_unified(self, gpus: Sequence[str]) -> None:
+        """Join GPUs in one package with their processor to its memory, where no file told that link."""
+        joined = [link for link in self._links.values() if link.type.technology == "c2c"]
+        for gpu in gpus:
+            if all(gpu not in {link.source, link.target} for link in joined) and "numa0" in self:
+                self.join("numa0", gpu, catalogue().link_types["nvlink-c2c-gb10"])
 
     def build_imported(self, description: str) -> Topology:
         """The finished machine; what had to be assumed, or was not believed, is logged as well."""
@@ -236,8 +244,14 @@ def find_device(name: str) -> DeviceSpec | None:
     return next((spec for spec in devices.values() if wanted in (_bare(spec.id), _bare(spec.name))), None)
 
 
-_OTHER_NAMES = {"v100sxm332gbh": "v100sxm332gb"}
-"""Names of the same GPU elsewhere, such as a DGX-2H."""
+_OTHER_NAMES = {
+    "v100sxm332gbh": "v100sxm332gb",
+    "b300sxm6ac": "b300sxm6",
+    "mi300xoam": "mi300x",
+    "mi325oam": "mi325x",
+    "mi325xoam": "mi325x",
+}
+"""Names of the same GPU elsewhere, such as a DGX-2H, and what drivers call some."""
 _BRANDS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct)\b")
 
 
@@ -278,9 +292,11 @@ def pcie_type(generation: int, lanes: int) -> LinkType:
         )
 
 
-def nvlink_type(generation: int) -> LinkType:
-    """The link type of one NVLink of a generation, from the catalogue where it has it."""
-    known = catalogue().link_types.get(f"nvlink{generation}")
+def nvlink_type(ports: NvlinkPorts | int) -> LinkType:
+    """The link type of one NVLink of a GPU or of a generation, from the catalogue where it has it."""
+    generation = ports if isinstance(ports, int) else ports.generation
+    name = f"nvlink{generation}" if isinstance(ports, int) else ports.link or f"nvlink{generation}"
+    known = catalogue().link_types.get(name)
     if known is not None:
         return known
     source = "https://www.nvidia.com/en-us/data-center/nvlink/"

@@ -81,8 +81,10 @@ def assumed_machine(gpu: DeviceSpec, count: int = 1) -> Topology:
         builder.join(root, names[-1], connector_type(gpu))
         if is_grace:
             builder.join(numa, names[-1], catalogue().link_types["nvlink-c2c"])
-    if gpu.nvlink is not None and count == 2:
-        builder.join(names[0], names[1], nvlink_type(gpu.nvlink.generation), gpu.nvlink.num_links)
+    if gpu.nvlink is not None and gpu.nvlink.bridge and count > 1:
+        builder.notes.append("No NVLink bridges are assumed.")
+    elif gpu.nvlink is not None and count == 2:
+        builder.join(names[0], names[1], nvlink_type(gpu.nvlink), gpu.nvlink.num_links)
     elif gpu.nvlink is not None and count > 2:
         join_switch(builder, dict.fromkeys(names, gpu.nvlink.num_links), gpu.nvlink.generation)
     how = f"state yours in the file that `zosim topology show '{count}x {gpu.id}' -o FILE` writes"

@@ -47,10 +47,16 @@ class PcieWidth(FrozenModel):
 
 
 class NvlinkPorts(FrozenModel):
-    """Generation and number of the NVLinks of a GPU."""
+    """Generation and number of the NVLinks of a GPU.
+
+    `bridge`: whether they need a bridge between two cards, which a machine may lack. `link`: their type in the catalogue,
+    where it is not that of the generation.
+    """
 
     generation: int = Field(ge=1, le=6)
     num_links: int = Field(gt=0)
+    bridge: bool = False
+    link: str | None = None
 
 
 class DeviceSpec(FrozenModel):

@@ -15,6 +15,7 @@ from topology import (
     loads,
 )
 from topology.cli import guess_tool
+from topology.hardware import resolve
 from topology.lint import lint
 
 PCIE4, PCIE5 = 31.508e9 * 0.8, 63.015e9 * 0.86  # x16, as large transfers reach
@@ -224,6 +225,21 @@ def test_an_nvlink_to_itself_is_left_out_and_an_adapter_may_have_no_pci_device(n
     assert rate(machine, "dram0", "network0") == 12.5e9
     assert "NVLinks to itself are left out of gpu0" in machine.description
     assert "its connector's is assumed, pcie4-x16" in machine.description
+
+
+def test_nvlinks_that_lead_nowhere_are_told(nccl):
+    gpu = '<pci busid="0000:99:00.0" class="0x030000" vendor="0x10de" device="0x2230">{}</pci>'
+    link = '<nvlink target="0000:bd:00.0" count="4" tclass="0x030000"/>'
+    inside = gpu.format(f'<gpu dev="0" sm="86">{link}</gpu>')
+    beside = gpu.format('<gpu dev="0" sm="86"/>') + link
+    for body in (inside, beside):
+        assert "no GPU of the file are left out, 1 of them" in nccl(numa(0, body)).description
+
+
+def test_parts_of_a_gpu_in_one_device_are_refused(nccl):
+    body = '<pci busid="0000:99:00.0" class="0x030200"><gpu dev="0" sm="94"/><gpu dev="1" sm="94"/></pci>'
+    with pytest.raises(TopologyError, match=r"has 2 <gpu> in the <pci> 0000:99:00\.0"):
+        nccl(numa(0, body), gpu="mi300x")
 
 
 def test_nvlinks_of_a_power_processor_go_to_it(nccl):
@@ -458,8 +474,49 @@ def test_underlines_that_lost_their_escape_are_passed_over():
     assert nvlinks(from_nvidia_smi_topo(pasted, gpu="h200-141gb-sxm")) == {("gpu0", "gpu1"): 18}
 
 
+def test_a_matrix_that_was_wrapped_or_contradicts_itself_is_refused():
+    text = matrix([["X", "PIX"], ["PIX", "X"]], ["0-7\t0", "0-7\t0"])
+    with pytest.raises(TopologyError, match="a row for GPU1, but no such column"):
+        from_nvidia_smi_topo(text.replace("GPU0\tGPU1\tCPU", "GPU0\n\tGPU1\tCPU", 1), gpu="l4")
+    for first, second in (("NV4", "NV2"), ("NV4", "PIX"), ("PIX", "NV4"), ("PIX", "SYS")):
+        with pytest.raises(TopologyError, match=r"between GPU0 and GPU1 in one row, \w+ in the other"):
+            from_nvidia_smi_topo(matrix([["X", first], [second, "X"]], ["0-7\t0"] * 2), gpu="rtx3090")
+
+
+def test_nvlinks_of_a_gpu_that_has_none_are_told():
+    cells = matrix([["X", "NV4"], ["NV4", "X"]], ["0-7\t0"] * 2)
+    assert "RTX 4090 has none" in from_nvidia_smi_topo(cells, gpu="rtx4090").description
+
+
+def test_nvlinks_on_a_bridge_between_two_cards(nccl):
+    cells = matrix([["X", "NV4"], ["NV4", "X"]], ["0-7\t0"] * 2)
+    inside = '<gpu dev="{}" sm="86"><nvlink target="0000:{}:00.0" count="4" tclass="0x030000"/></gpu>'
+    a6000 = pci("0000:{}:00.0", "0x030000", inside, more='vendor="0x10de" device="0x2230"')
+    machines = [
+        from_nvidia_smi_topo(cells, gpu="rtx3090"),
+        nccl(numa(0, a6000.format("99", 0, "bd") + a6000.format("bd", 1, "99"))),
+    ]
+    for machine in machines:
+        assert nvlinks(machine) == {("gpu0", "gpu1"): 4}
+        assert rate(machine, "gpu0", "gpu1") == pytest.approx(48e9, rel=1e-3)  # four times NCCL's 12 GB/s
+        assert "has none" not in machine.description
+        assert lint(machine) == ()
+    # Cards alone do not tell whether there is a bridge.
+    assert nvlinks(resolve("2x rtx3090")) == {}
+
+
+def test_a_listing_without_ids_tells_the_gpus_and_alone_is_no_matrix():
+    listed = "GPU 0,1: NVIDIA B300 SXM6 AC\nGPU 0,1 Compute Capability: 10.3\n"
+    assert kinds(from_nvidia_smi_topo(listed + matrix(PAIR, ["0-7\t0"] * 2))) == ["b300-288gb-sxm"] * 2
+    with pytest.raises(TopologyError, match="no line begins with GPU0") as refused:
+        from_nvidia_smi_topo(listing("NVIDIA L4", "NVIDIA L4"))
+    assert "plan with --hardware '2x NVIDIA L4'" in refused.value.hint
+
+
 def test_a_gpu_whose_memory_is_the_host_s_leaves_little_beside_it():
     machine = from_nvidia_smi_topo(listing("NVIDIA GB10") + matrix([["X"]], ["0-19\t0\t\tN/A"]))
+    # A copy within one memory reads and writes it, whatever C2C carries.
+    assert rate(machine, "dram0", "gpu0") == pytest.approx(273e9 / 2, rel=1e-3)
     [host] = machine.of_type("memory")
     assert host.memory_bytes == 8 * 2**30
     assert host.bandwidth_bytes_per_s == 273e9

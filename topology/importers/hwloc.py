@@ -371,14 +371,16 @@ def _add_nvlinks(tree: _HwlocTree, root: ET.Element, machine: ET.Element) -> Non
             # Of a GPU that the catalogue lacks, the generation whose bandwidth the rate is a multiple of.
             fitting = (gen for gen in (5, 4, 1) if rate_bytes_per_s % NVLINK_BYTES_PER_S[gen] == 0)
             generation = next(fitting, 4) if ports is None else ports.generation
-            link_type = nvlink_type(generation)
-            count = max(1, round(rate_bytes_per_s / NVLINK_BYTES_PER_S[generation]))
+            link_type = nvlink_type(ports or generation)
+            count = max(1, round(rate_bytes_per_s / link_type.nominal_bandwidth_bytes_per_s))
         if other is None:
             to_switch[node] = to_switch.get(node, 0) + count
         else:
             joined.add(frozenset({node, other}))
             tree.builder.join(*((node, other) if other in tree.added else (other, node)), link_type, count)
-    ports_of = {node: spec.nvlink for node, spec in tree.added.items() if spec.nvlink is not None}
+    ports_of = {
+        node: spec.nvlink for node, spec in tree.added.items() if spec.nvlink and not spec.nvlink.bridge
+    }
     newest = max((ports.generation for ports in ports_of.values()), default=2)
     if to_switch:
         join_switch(tree.builder, to_switch, newest)

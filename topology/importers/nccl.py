@@ -120,7 +120,7 @@ def from_nccl_xml(
     first = domains[0]
     model, family = (integer(first, name, path, default=6) for name in ("modelid", "familyid"))
     builder.join_numas(numas, socket_type(first.get("vendor", ""), model, family))
-    _add_nvlinks(tree)
+    _add_nvlinks(tree, root)
     if all(pci.find("gpu") is None for pci in tree.gpus):
         _assume_switch(tree)
     return builder.build_imported(f"Imported from the NCCL topology file {Path(path).name}.")
@@ -131,6 +131,11 @@ def _find_gpus(
 ) -> dict[ET.Element, tuple[int, DeviceSpec]]:
     """The PCI devices that are GPUs, each with its number and what it is."""
     devices = list(root.iter("pci"))
+    for pci in devices:
+        if (count := len(pci.findall("gpu"))) > 1:
+            message = f"{str(path)!r} has {count} <gpu> in the <pci> {pci.get('busid', 'unnamed')}, parts of one GPU"
+            hint = "dump it from a GPU that is not divided, or keep one <gpu> and plan on whole GPUs"
+            raise TopologyError(message, hint=hint)
     numbers = {pci: integer(gpu, "dev", path) for pci in devices if (gpu := pci.find("gpu")) is not None}
     others = [
         pci
@@ -212,9 +217,7 @@ def _add_gpu(tree: _NcclTree, pci: ET.Element, numa: str) -> str:
         return node
     sm = max(integer(gpu, "sm", tree.path, default=90), min(SM_TO_NVLINK_GENERATION))
     generation = max(gen for known, gen in SM_TO_NVLINK_GENERATION.items() if known <= sm)
-    if spec.nvlink:
-        generation = spec.nvlink.generation
-    link_type = nvlink_type(generation)
+    link_type = nvlink_type(spec.nvlink or generation)
     tree.nvlinks.extend((node, numa, nvlink, link_type) for nvlink in gpu.findall("nvlink"))
     tree.nvlinks.extend((node, numa, xgmi, xgmi_type(spec)) for xgmi in gpu.findall("xgmi"))
     for c2c in gpu.findall("c2c"):
@@ -260,10 +263,11 @@ def _link_type(tree: _NcclTree, pci: ET.Element) -> LinkType:
     )
 
 
-def _add_nvlinks(tree: _NcclTree) -> None:
+def _add_nvlinks(tree: _NcclTree, root: ET.Element) -> None:
     seen: set[frozenset[str]] = set()
     to_switch: dict[str, tuple[int, LinkType]] = {}
     to_itself: list[str] = []
+    nowhere = len(list(root.iter("nvlink"))) + len(list(root.iter("xgmi"))) - len(tree.nvlinks)
     for node, numa, nvlink, link_type in tree.nvlinks:
         count, target_class = integer(nvlink, "count", tree.path), attribute(nvlink, "tclass", tree.path)
         if target_class.startswith(POWER_CPU_CLASS):
@@ -273,6 +277,7 @@ def _add_nvlinks(tree: _NcclTree) -> None:
             to_switch[node] = count + to_switch.get(node, (0, None))[0], link_type
             continue
         target = tree.gpu_by_bus.get(attribute(nvlink, "target", tree.path).lower())
+        nowhere += target is None
         if target == node:
             to_itself.append(node)
         elif target is not None and frozenset({node, target}) not in seen:
@@ -280,6 +285,8 @@ def _add_nvlinks(tree: _NcclTree) -> None:
             tree.builder.join(node, target, link_type, count)
     if to_itself:
         tree.builder.notes.append(f"NVLinks to itself are left out of {', '.join(to_itself)}.")
+    if nowhere:
+        tree.builder.notes.append(f"NVLinks to or from no GPU of the file are left out, {nowhere} of them.")
     if to_switch:
         tree.builder.add_node("nvswitch0", "nvswitch", host="host0")
     for node, (count, link_type) in to_switch.items():

@@ -92,7 +92,7 @@ def join_nvlinks(
             continue
         for (source, target), count in counts.items():
             if source in group:
-                builder.join(source, target, nvlink_type(ports.generation), count)
+                builder.join(source, target, nvlink_type(ports), count)
 
 
 def join_switch(builder: MachineBuilder, counts: Mapping[str, int], generation: int) -> None:

@@ -63,6 +63,7 @@ PCI_ID_TO_DEVICE: Final = MappingProxyType(
         (NVIDIA, 0x2901): "b200-180gb-sxm",
         (NVIDIA, 0x2941): "gb200-186gb",
         (NVIDIA, 0x2B85): "rtx5090",
+        (NVIDIA, 0x2E12): "gb10-128gb",
         (AMD, 0x7408): "mi250x-gcd",
         (AMD, 0x74A1): "mi300x",
         (AMD, 0x74A5): "mi325x",

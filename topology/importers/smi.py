@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from topology.building import (
     MAX_PROCESSORS,
@@ -67,6 +68,8 @@ class _Table:
     columns: list[str]
     headings: list[str]
     rows: dict[str, list[str]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    """Rows of GPUs that are no column."""
 
 
 def parse_topo_matrix(text: str) -> TopoMatrix:
@@ -80,8 +83,10 @@ def parse_topo_matrix(text: str) -> TopoMatrix:
     tables = _tables(text)
     first, *others = [table for table in tables if _is_of_codes(table)] or tables
     missing = [name for name in first.columns if name not in first.rows]
-    if missing or len(set(first.columns)) < len(first.columns):
+    if missing or first.others or len(set(first.columns)) < len(first.columns):
         what = f"no row for {', '.join(missing[:8])}" if missing else "two columns of one name"
+        if first.others:
+            what = f"a row for {', '.join(first.others[:8])}, but no such column: its lines may have been wrapped when they were copied"
         message = f"the nvidia-smi matrix has {what}"
         raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
     matrix = _read_rows(first)
@@ -106,21 +111,32 @@ def _tables(text: str) -> list[_Table]:
             cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else words)]
             if cells[0] == words[0] and len(cells) > 1:
                 tables[-1].rows.setdefault(words[0], cells[1:])
+        elif (
+            tables
+            and re.fullmatch(r"GPU\d+", "".join(words[:1]))
+            and _is_codes(words[1 : 1 + len(tables[-1].columns)])
+        ):
+            tables[-1].others.append(words[0])
     if not tables:
-        message = "there is no matrix that starts with GPU0 in the nvidia-smi output"
-        gpus = Counter(re.findall(r"^\| +\d+ +(NVIDIA .*?) {2,}", text, re.MULTILINE))
+        message = "there is no matrix of nvidia-smi, rocm-smi or amd-smi in it: no line begins with GPU0"
+        gpus = Counter(
+            re.findall(r"^(?:\| +\d+ +(?=NVIDIA)|GPU \d+: )(.+?)(?: {2,}| \(UUID)", text, re.MULTILINE)
+        )
         names = " or ".join(f"--hardware '{count}x {name}'" for name, count in gpus.items())
-        plain = f"this is the table of plain nvidia-smi: plan with {names}, or " if names else ""
-        raise TopologyError(message, hint=f"{plain}paste the output of `nvidia-smi topo -m`")
+        listed = f"this lists GPUs alone: plan with {names}, or " if names else ""
+        hint = f"{listed}paste the output of `nvidia-smi topo -m`; other tools' are read as XML of hwloc (lstopo) or NCCL"
+        raise TopologyError(message, hint=hint)
     return tables
 
 
 def _is_of_codes(table: _Table) -> bool:
     """Whether the cells are codes of how devices are joined, not of what they can do to each other."""
     cells = [cell for name, row in table.rows.items() for cell in row[: len(table.columns)] if name]
-    known = [cell for cell in cells if cell in CODES or cell in OLDER_CODES or re.fullmatch(r"NV\d+", cell)]
-    others = {cell for cell in known if cell != "X"}
-    return len(known) == len(cells) and (bool(others) or len(table.columns) == 1)
+    return _is_codes(cells) and (set(cells) != {"X"} or len(table.columns) == 1)
+
+
+def _is_codes(cells: list[str]) -> bool:
+    return all(cell in CODES or cell in OLDER_CODES or re.fullmatch(r"NV\d+", cell) for cell in cells)
 
 
 def _read_rows(table: _Table) -> TopoMatrix:
@@ -138,14 +154,18 @@ def _read_rows(table: _Table) -> TopoMatrix:
         for other, cell in zip(columns, cells, strict=False):
             code, pair = OLDER_CODES.get(cell, cell), frozenset({name, other})
             if re.fullmatch(r"NV\d+", code):
+                count = _number(code[2:], "NVLinks")
+                if nvlinks.get((other, name), count) != count:
+                    _refuse_contradiction(other, name, f"NV{nvlinks[other, name]}", code)
                 if (other, name) not in nvlinks and name != other:
-                    nvlinks[name, other] = _number(code[2:], "NVLinks")
+                    nvlinks[name, other] = count
             elif code not in CODES:
                 message = f"{code!r} between {name} and {other} is no code of nvidia-smi's matrix"
                 raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
             elif code != "X" and name != other and levels.setdefault(pair, code) != code:
-                message = f"the nvidia-smi matrix has {levels[pair]} between {other} and {name} in one row, {code} in the other"
-                raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
+                _refuse_contradiction(other, name, levels[pair], code)
+            if (count := nvlinks.get((other, name)) or nvlinks.get((name, other))) and pair in levels:
+                _refuse_contradiction(other, name, f"NV{count}", levels[pair])
         tail = _affinities(cells[len(columns) :], table.headings)
         if _CPU_LIST.fullmatch(listed := tail.get("CPU Affinity", "")):
             cpus[name] = frozenset(parse_cpu_list(listed))
@@ -155,6 +175,11 @@ def _read_rows(table: _Table) -> TopoMatrix:
             coherent.add(name)
     cores = {domain: cores_of(members) for domain, members in _domains(numa, cpus).items() if members}
     return TopoMatrix(tuple(columns), levels, nvlinks, numa, cores, frozenset(coherent))
+
+
+def _refuse_contradiction(first: str, second: str, one: str, other: str) -> NoReturn:
+    message = f"the nvidia-smi matrix has {one} between {first} and {second} in one row, {other} in the other"
+    raise TopologyError(message, hint="paste the whole output of `nvidia-smi topo -m`")
 
 
 def _domains(numa: dict[str, int], cpus: Mapping[str, frozenset[int]]) -> dict[int, frozenset[int]]:
@@ -248,9 +273,9 @@ def from_nvidia_smi_topo(
         If the text holds no such matrix, or a GPU is unknown.
     """
     matrix = parse_topo_matrix(text)
-    listed = {
-        f"GPU{index}": model for index, model in re.findall(r"^GPU (\d+): (.+?) \(UUID", text, re.MULTILINE)
-    }
+    # As `nvidia-smi -L` has them, or as torch and others list their environment: "GPU 0,1: NVIDIA L4".
+    lines = re.findall(r"^GPU (\d[\d,]*): (.+?)(?: \(UUID.*)?$", text, re.MULTILINE)
+    listed = {f"GPU{index}": model for indices, model in lines for index in indices.split(",")}
     specs = gpu_specs(matrix.gpus, listed, gpu, "the nvidia-smi matrix")
     builder = MachineBuilder(name)
     if parts := re.findall(r"^\s*MIG \S+\s+Device", text, re.MULTILINE):
@@ -333,6 +358,11 @@ def build_matrix(
         builder.join(numas[domain_of[device]], device.lower(), types["nvlink-c2c"])
     nvlinks = {(a.lower(), b.lower()): count for (a, b), count in matrix.nvlinks.items()}
     if nvlinks:
+        lacking = sorted({spec.name for spec in specs.values() if spec.nvlink is None})
+        if lacking:
+            builder.notes.append(
+                f"The matrix has NVLinks, and {', '.join(lacking)} has none: is this the right GPU?"
+            )
         known = (specs[name].nvlink for pair in matrix.nvlinks for name in pair if name in specs)
         join_nvlinks(builder, nvlinks, next(filter(None, known), None))
 
