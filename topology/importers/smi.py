@@ -164,8 +164,8 @@ def _read_rows(table: _Table) -> TopoMatrix:
                 raise TopologyError(message, hint=f"known: NV# and {', '.join(CODES)}")
             elif code != "X" and name != other and levels.setdefault(pair, code) != code:
                 _refuse_contradiction(other, name, levels[pair], code)
-            if (count := nvlinks.get((other, name)) or nvlinks.get((name, other))) and pair in levels:
-                _refuse_contradiction(other, name, f"NV{count}", levels[pair])
+            if pair in levels and (links := nvlinks.get((other, name)) or nvlinks.get((name, other))):
+                _refuse_contradiction(other, name, f"NV{links}", levels[pair])
         tail = _affinities(cells[len(columns) :], table.headings)
         if _CPU_LIST.fullmatch(listed := tail.get("CPU Affinity", "")):
             cpus[name] = frozenset(parse_cpu_list(listed))
