@@ -26,12 +26,12 @@ from proofs_checks.setups.ranks import on_all_ranks
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan
 
 CASES = (
-    Case(data=2, num_sequences=3, rng="counter", num_perturbations=2),
-    Case(perturb=2, num_sequences=1, blocks="offloaded", update="delayed"),
+    Case(data=2, batch=3, rng="counter", num_perturbations=2),
+    Case(perturb=2, batch=1, blocks="offloaded", update="delayed"),
     Case(
         data=2,
         perturb=2,
-        num_sequences=3,
+        batch=3,
         blocks="offloaded",
         transfers="sliced",
         update="delayed",

@@ -151,7 +151,7 @@ def check_unlike_shards(context: Context) -> Outcome:
         {
             "mean of g_k": exceeds(abs(mean - whole), 0.2 * abs(whole), what="|mean - g|"),
             "shipped": equal(shipped, whole, what="g, weighted by labels", tolerance=1e-7),
-            "shipped, 3 sequences on 2 ranks": _differences(Case(data=2, num_sequences=3), context.seed),
+            "shipped, 3 sequences on 2 ranks": _differences(Case(data=2, batch=3), context.seed),
         }
     )
 

@@ -43,7 +43,7 @@ _RESIDUAL = (
         rng="counter",
     ),
     Case(difference="residual", num_steps=4, resumed_at=2, num_perturbations=2, perturbation="copies"),
-    Case(difference="residual", num_steps=3, resumed_at=1, data=2, num_sequences=3, update="delayed"),
+    Case(difference="residual", num_steps=3, resumed_at=1, data=2, batch=3, update="delayed"),
 )
 """On one device, offloaded with two perturbations, gone on from a log, and in shards on two ranks, gone on as well."""
 

@@ -26,7 +26,8 @@ from proofs_checks.setups.literal import LiteralRun, language_model_loss, seed_o
 from proofs_checks.setups.placements import Trace, observe, same_bits, tiny_batches, tiny_model
 from proofs_checks.setups.ranks import on_all_ranks
 from topology.errors import PlanError
-from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Split, Weights
+from zosim.plans import AXES as PLAN_AXES
+from zosim.plans import Mesh, Plan, Split
 
 _EPSILON = 1e-3
 _WEIGHT_DECAY = 0.1
@@ -39,11 +40,11 @@ def learning_rate(step: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: how it is computed, and by whom."""
+    """A run: how it is computed, and by whom; fields that an axis of a plan has are called as there."""
 
     model: str = "tied"
     dtype: str = "float32"
-    num_sequences: int = 2
+    batch: int = 2
     num_steps: int = 2
     resumed_at: int = 0  # steps that are replayed from the literal loop's log, not run
     num_perturbations: int = 1
@@ -76,52 +77,17 @@ class Case:
         PlanError
             If the choices contradict each other.
         """
-        mesh = Mesh.model_validate(
-            {
-                "data": self.data,
-                "perturb": self.perturb,
-                "stage": len(self.split_points) + 1,
-                "inner": self.inner,
-            }
-        )
-        split = Split(split_points=self.split_points)
-        return Plan(
-            model=_spec(self.model, tuple(split.split_blocks)),
-            batch=self.num_sequences,
-            seq=7,
-            mesh=mesh,
-            placement=Placement(
-                topology="none", devices=tuple(f"cpu{rank}" for rank in range(mesh.world_size))
-            ),
-            split=split,
-            estimator=Estimator.model_validate(
-                {
-                    "num_perturbations": self.num_perturbations,
-                    "difference": self.difference,
-                    "epsilon": _EPSILON,
-                }
-            ),
-            residency=Residency.model_validate(
-                {
-                    "blocks": self.blocks,
-                    "num_staging_buffers": self.num_staging_buffers,
-                    "transfers": self.transfers,
-                }
-            ),
-            schedule=Schedule.model_validate({"traversal": self.traversal, "update": self.update}),
-            weights=Weights.model_validate({"dtype": self.dtype, "perturbation": self.perturbation}),
-            perturbations=Perturbations.model_validate(
-                {
-                    "distribution": self.distribution,
-                    "rank": self.rank,
-                    "lazy_steps": self.lazy_steps,
-                    "rng": self.rng,
-                    "order": self.order,
-                    "kept": self.kept,
-                    "sampled_ahead": self.sampled_ahead,
-                }
-            ),
-        )
+        axes: dict[str, dict[str, Any]] = {
+            name: {field: getattr(self, field) for field in axis.model_fields if hasattr(self, field)}
+            for name, axis in PLAN_AXES.items()
+        }
+        axes["mesh"]["stage"] = len(self.split_points) + 1
+        axes["estimator"]["epsilon"] = _EPSILON
+        devices = [f"cpu{rank}" for rank in range(Mesh.model_validate(axes["mesh"]).world_size)]
+        axes["placement"] = {"topology": "none", "devices": devices}
+        split_blocks = Split(split_points=self.split_points).split_blocks
+        model = _spec(self.model, tuple(split_blocks))
+        return Plan.model_validate({"model": model, "batch": self.batch, "seq": 7, **axes})
 
     def describe(self) -> str:
         """Return the fields that differ from a resident run, block by block."""
@@ -158,7 +124,7 @@ def literally(case: Case, seed: int, num_steps: int | None = None) -> LiteralRun
         execution_order=case.order == "execution",
         split_blocks=tuple(Split(split_points=case.split_points).split_blocks),
     )
-    for step, batch in enumerate(tiny_batches(case.num_steps, case.num_sequences)[:num_steps]):
+    for step, batch in enumerate(tiny_batches(case.num_steps, case.batch)[:num_steps]):
         run.step(batch, learning_rate(step))
     return run
 
@@ -167,7 +133,7 @@ def executed(case: Case, seed: int, literal: LiteralRun) -> list[Trace]:
     """Return what every rank did; steps before the point of resumption are replayed from the literal loop's log."""
     plan = case.plan()
     models = [tiny_model(case.model, getattr(torch, case.dtype)) for _ in range(plan.placement.world_size)]
-    batches = tiny_batches(case.num_steps, case.num_sequences)
+    batches = tiny_batches(case.num_steps, case.batch)
 
     def rank(number: int, communicator: Communicator | None) -> Trace:
         trace = Trace()
@@ -264,7 +230,7 @@ Choose = Callable[[Sequence[Any]], Any]
 _ONE_DEVICE: Mapping[str, Sequence[Any]] = {
     "model": ("tied", "untied"),
     "dtype": ("float32", "float64", "bfloat16"),
-    "num_sequences": (2, 1, 3, 5),
+    "batch": (2, 1, 3, 5),
     "num_steps": (2, 1, 3),
     "num_perturbations": (1, 2, 3),
     "difference": ("central", "forward"),

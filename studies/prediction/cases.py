@@ -15,6 +15,14 @@ from costmodel.formats import DType
 
 _Fields = Mapping[str, Mapping[str, Any]]
 
+
+def _offloaded(update: str = "delayed", **residency: Any) -> dict[str, dict[str, Any]]:
+    return {"schedule": {"update": update}, "residency": {"blocks": "offloaded", **residency}}
+
+
+_DELAYED, _IMMEDIATE = {"schedule": {"update": "delayed"}}, {"schedule": {"update": "immediate"}}
+_COUNTER, _AHEAD = {"perturbations": {"rng": "counter"}}, {"perturbations": {"sampled_ahead": True}}
+
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     "W8A8": {"weights": "int8", "activations": "int8-token"},
     "W8A8 by tensor": {"weights": "int8", "scales": "tensor", "activations": "int8-tensor"},
@@ -31,27 +39,21 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 }
 """Formats of weights and of what they are multiplied by."""
 
+_COUNTED_SIGNS = {"perturbations": {"rng": "counter", "distribution": "rademacher"}}
 PERTURBATIONS: Mapping[str, _Fields] = {
-    "8 bits": {"perturbations": {"rng": "counter"}},
+    "8 bits": _COUNTER,
     "walked": {"perturbations": {"rng": "mezo"}},
-    "signs": {"perturbations": {"rng": "counter", "distribution": "rademacher"}},
-    "4 bits": {"perturbations": {"rng": "counter"}, "low_bits": {"perturbation_bits": 4}},
-    "2 bits": {"perturbations": {"rng": "counter"}, "low_bits": {"perturbation_bits": 2}},
-    "q-rge2": {"perturbations": {"rng": "counter"}, "low_bits": {"estimator": "q-rge2"}},
-    "95 % zeros": {"perturbations": {"rng": "counter"}, "low_bits": {"sparsity": 0.95}},
-    "signs, 99 % zeros": {
-        "perturbations": {"rng": "counter", "distribution": "rademacher"},
-        "low_bits": {"sparsity": 0.99},
-    },
+    "signs": _COUNTED_SIGNS,
+    "4 bits": _COUNTER | {"low_bits": {"perturbation_bits": 4}},
+    "2 bits": _COUNTER | {"low_bits": {"perturbation_bits": 2}},
+    "q-rge2": _COUNTER | {"low_bits": {"estimator": "q-rge2"}},
+    "95 % zeros": _COUNTER | {"low_bits": {"sparsity": 0.95}},
+    "signs, 99 % zeros": _COUNTED_SIGNS | {"low_bits": {"sparsity": 0.99}},
     "80 % zeros, kept": {"perturbations": {"rng": "counter", "kept": True}, "low_bits": {"sparsity": 0.8}},
 }
 """Perturbations, by what is said of them behind the format."""
 
-PLACES: Mapping[str, _Fields] = {
-    "delayed": {"schedule": {"update": "delayed"}},
-    "immediate": {"schedule": {"update": "immediate"}},
-    "offloaded": {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded"}},
-}
+PLACES: Mapping[str, _Fields] = {"delayed": _DELAYED, "immediate": _IMMEDIATE, "offloaded": _offloaded()}
 """Where blocks are, and when they are updated."""
 
 
@@ -81,74 +83,35 @@ def _shuffled(generator: random.Random, names: list[str]) -> Iterator[str]:
         yield from names
 
 
-PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+PLACEMENTS: Mapping[str, _Fields] = {
     "sweep": {"schedule": {"traversal": "full"}},
-    "blockwise": {"schedule": {"update": "immediate"}},
-    "delayed": {"schedule": {"update": "delayed"}},
-    "delayed, counter": {"perturbations": {"rng": "counter"}, "schedule": {"update": "delayed"}},
-    "delayed, rademacher": {
-        "perturbations": {"distribution": "rademacher"},
-        "schedule": {"update": "delayed"},
-    },
-    "delayed, draw ahead": {"perturbations": {"sampled_ahead": True}, "schedule": {"update": "delayed"}},
-    "delayed, forward difference": {
-        "schedule": {"update": "delayed"},
-        "estimator": {"difference": "forward"},
-    },
-    "offloaded, 1 staging buffer": {
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "num_staging_buffers": 1},
-    },
-    "offloaded, 2 staging buffers": {
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "num_staging_buffers": 2},
-    },
-    "offloaded, 3 staging buffers": {
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "num_staging_buffers": 3},
-    },
-    "offloaded, no overlap": {
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "overlap": False},
-    },
-    "offloaded, no reuse": {
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded", "reuse_staging_buffers": False},
-    },
-    "offloaded, immediate": {"schedule": {"update": "immediate"}, "residency": {"blocks": "offloaded"}},
-    "offloaded, lossy": {
-        "residency": {"blocks": "offloaded", "transfer_dtype": "narrower"},
-        "schedule": {"update": "delayed"},
-    },
-    "offloaded, draw ahead": {
-        "perturbations": {"sampled_ahead": True},
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded"},
-    },
-    "offloaded, counter": {
-        "perturbations": {"rng": "counter"},
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded"},
-    },
+    "blockwise": _IMMEDIATE,
+    "delayed": _DELAYED,
+    "delayed, counter": _DELAYED | _COUNTER,
+    "delayed, rademacher": _DELAYED | {"perturbations": {"distribution": "rademacher"}},
+    "delayed, draw ahead": _DELAYED | _AHEAD,
+    "delayed, forward difference": _DELAYED | {"estimator": {"difference": "forward"}},
+    "offloaded, 1 staging buffer": _offloaded(num_staging_buffers=1),
+    "offloaded, 2 staging buffers": _offloaded(num_staging_buffers=2),
+    "offloaded, 3 staging buffers": _offloaded(num_staging_buffers=3),
+    "offloaded, no overlap": _offloaded(overlap=False),
+    "offloaded, no reuse": _offloaded(reuse_staging_buffers=False),
+    "offloaded, immediate": _offloaded("immediate"),
+    "offloaded, lossy": _offloaded(transfer_dtype="narrower"),
+    "offloaded, draw ahead": _offloaded() | _AHEAD,
+    "offloaded, counter": _offloaded() | _COUNTER,
 }
 """Axes of the plan that each placement sets; the others keep their defaults."""
 
-_SHARED_OUT = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "shared"}}
-_SLICED = {"schedule": {"update": "delayed"}, "residency": {"blocks": "offloaded", "transfers": "sliced"}}
-
-RANK_PLACEMENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "pertp": {"mesh": {"perturb": 2}, "schedule": {"update": "immediate"}},
-    "ddp": {"mesh": {"data": 2}, "schedule": {"update": "immediate"}},
-    "pertp, delayed": {"mesh": {"perturb": 2}, "schedule": {"update": "delayed"}},
-    "ddp, offloaded": {
-        "mesh": {"data": 2},
-        "schedule": {"update": "delayed"},
-        "residency": {"blocks": "offloaded"},
-    },
-    "pertp, shared": {"mesh": {"perturb": 2}, **_SHARED_OUT},
-    "pertp, sliced": {"mesh": {"perturb": 2}, **_SLICED},
-    "ddp, sliced": {"mesh": {"data": 2}, **_SLICED},
-    "2d": {"mesh": {"data": 2, "perturb": 2}, "schedule": {"update": "immediate"}},
+RANK_PLACEMENTS: Mapping[str, _Fields] = {
+    "pertp": {"mesh": {"perturb": 2}} | _IMMEDIATE,
+    "ddp": {"mesh": {"data": 2}} | _IMMEDIATE,
+    "pertp, delayed": {"mesh": {"perturb": 2}} | _DELAYED,
+    "ddp, offloaded": {"mesh": {"data": 2}} | _offloaded(),
+    "pertp, shared": {"mesh": {"perturb": 2}} | _offloaded(transfers="shared"),
+    "pertp, sliced": {"mesh": {"perturb": 2}} | _offloaded(transfers="sliced"),
+    "ddp, sliced": {"mesh": {"data": 2}} | _offloaded(transfers="sliced"),
+    "2d": {"mesh": {"data": 2, "perturb": 2}} | _IMMEDIATE,
 }
 """The same for placements of several ranks, of one thread each."""
 

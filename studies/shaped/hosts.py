@@ -24,18 +24,7 @@ from topology.figures import Figure
 from topology.schema import Link, LinkType, Node
 from zosim.hardware.machine import Hop, Machine, Ring
 from zosim.hardware.machines import machines_for
-from zosim.plans import (
-    Estimator,
-    LowBits,
-    Mesh,
-    Perturbations,
-    Placement,
-    Plan,
-    Residency,
-    Schedule,
-    Split,
-    Weights,
-)
+from zosim.plans import Mesh, Plan, Split
 
 _CORES = "machine:cores"
 _Path = TypeVar("_Path", Ring, Hop)
@@ -89,32 +78,27 @@ def plan_of(case: ShapedCase, topology: str = "shaped", device: str = "cpu0") ->
     from zosim.planning.resolve import even_split_points
 
     layout, setting, mesh = case.layout, case.setting, Mesh.model_validate(case.mesh)
+    axes = {name: fields for name, fields in case.axes.items() if name != "densities"}
     split_points = even_split_points(setting.shape.num_blocks, mesh.stage) if mesh.stage > 1 else ()
     density = case.axes.get("densities", {}).get(setting.shape.name)
     densities = () if density is None else (density,)
     split = Split.model_validate(
-        {"split_points": split_points, "densities": densities, **case.axes.get("split", {})}
+        {"split_points": split_points, "densities": densities, **axes.get("split", {})}
     )
-    hosts = [rank // layout.ranks_per_host for rank in range(layout.world_size)]
-    return Plan(
-        model=spec_of_model(
-            model_of(setting.shape), name=setting.shape.name, split_blocks=split.split_blocks
-        ),
-        placement=Placement(
-            topology=topology,
-            devices=tuple(f"host{host}/{device}" for host in hosts),
-            hosts=tuple(f"host{host}" for host in hosts),
-        ),
-        batch=setting.batch,
-        seq=setting.seq,
-        mesh=mesh,
-        split=split,
-        estimator=Estimator(**case.axes.get("estimator", {})),
-        perturbations=Perturbations(rng="counter"),
-        residency=Residency(**case.axes.get("residency", {})),
-        weights=Weights.model_validate({"dtype": setting.dtype}),
-        low_bits=LowBits(**case.axes.get("low_bits", {})),
-        schedule=Schedule(**case.axes.get("schedule", {})),
+    hosts = [f"host{rank // layout.ranks_per_host}" for rank in range(layout.world_size)]
+    name, devices = setting.shape.name, [f"{host}/{device}" for host in hosts]
+    return Plan.model_validate(
+        {
+            "model": spec_of_model(model_of(setting.shape), name=name, split_blocks=split.split_blocks),
+            "placement": {"topology": topology, "devices": devices, "hosts": hosts},
+            "batch": setting.batch,
+            "seq": setting.seq,
+            "perturbations": {"rng": "counter"},
+            "weights": {"dtype": setting.dtype},
+            **axes,
+            "mesh": mesh,
+            "split": split,
+        }
     )
 
 
