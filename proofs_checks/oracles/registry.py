@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -129,7 +129,10 @@ def evaluate(name: str, parameters: Mapping[str, Any]) -> Any:
         raise ZosimError(f"{name}: {where}: {first['msg']}", hint=f"it takes {signature}") from None
     except (ValueError, OverflowError, ZeroDivisionError) as error:
         raise ZosimError(f"{name}: {error}", hint=f"it takes {signature}") from None
-    numbers = value.values() if isinstance(value, Mapping) else [value]
-    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        raise ZosimError(f"{name} is not finite for these parameters", hint="use smaller parameters")
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ZosimError(
+            f"{name} is not finite for these parameters", hint="use smaller parameters"
+        ) from None
     return value
