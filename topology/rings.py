@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 import numpy as np
+import numpy.typing as npt
 
 from topology.errors import TopologyError
 from topology.graph import Topology
@@ -23,6 +24,10 @@ MAX_TRIED = 2_000_000
 """Beginnings of cycles that it follows, whether or not they close."""
 MAX_BRANCHES = 10_000
 """Of the integer program; those of real boards take a handful."""
+# Rings that are put together in search of a set that uses all links of a GPU, which real boards have.
+_MOST_TRIED = 1_000
+# Sums of bandwidths that differ by less, relative, are equal.
+_SAME = 1e-9
 
 _Cycle = tuple[tuple[str, ...], tuple["_SharedWire", ...]]
 """GPUs in order, and what joins each to the next."""
@@ -89,8 +94,8 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
 
     Raises TopologyError if a node is unknown or no GPU, stands twice, or there are too many cycles to choose from.
 
-    Exact: every cycle is listed, and an integer program chooses how often each is used,
-    ``max Σ b_c x_c`` with ``Σ_{c ∋ e} x_c ≤ links of e``.
+    Exact: every cycle is listed. Rings that use all links of one GPU are the best; where none are found, an integer program
+    chooses how often each is used, ``max Σ b_c x_c`` with ``Σ_{c ∋ e} x_c ≤ links of e``.
     What a ring takes: P. Patarasuk, X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
 
     >>> from topology.documents import load_preset
@@ -112,10 +117,58 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
         raise TopologyError(message, hint="ask for fewer GPUs")
     if not cycles:
         return RingSet(tuple(gpu_ids), ())
-    # Most machines have no NVLinks, and scipy takes a while to import.
+    slowest = np.array([min(joint.bandwidth_bytes_per_s for joint in path) for _, path in cycles])
+    chosen = _filling([path for _, path in cycles], slowest.tolist())
+    if chosen is None:
+        chosen = _largest(cycles, slowest)
+    rings = [
+        LinkRing(order, tuple(joint.links[0].id for joint in path), float(slowest[number]))
+        for number in chosen
+        for order, path in [cycles[number]]
+    ]
+    return RingSet(tuple(gpu_ids), tuple(rings))
+
+
+def _filling(paths: Sequence[tuple[_SharedWire, ...]], slowest: Sequence[float]) -> list[int] | None:
+    """Return numbers of cycles that use all that the GPU with the least bandwidth has, which no set exceeds; None if few tries find none."""
+    wires = list(dict.fromkeys(wire for path in paths for wire in path))
+    numbered = [tuple(map(wires.index, path)) for path in paths]
+    left = [wire.num_links for wire in wires]
+    # A ring enters and leaves a GPU; between two it goes there and back over one link.
+    num_ends = min(2, len(paths[0]))
+    widths: dict[str, list[float]] = defaultdict(list)
+    for wire in wires:
+        for gpu in wire.ends:
+            widths[gpu] += [wire.bandwidth_bytes_per_s] * wire.num_links
+    most = min(
+        sum(sorted(own, reverse=True)[: len(own) // num_ends * num_ends]) / num_ends
+        for own in widths.values()
+    )
+    in_order = sorted(range(len(paths)), key=lambda number: -slowest[number])
+    tried = count()
+
+    def filled(begin: int, chosen: list[int]) -> list[int] | None:
+        if sum(slowest[number] for number in chosen) >= most * (1 - _SAME):
+            return chosen
+        for place in range(begin, len(in_order)):
+            number = in_order[place]
+            if min(map(left.__getitem__, numbered[number])) > 0 and next(tried) < _MOST_TRIED:
+                for wire in numbered[number]:
+                    left[wire] -= 1
+                if (found := filled(place, [*chosen, number])) is not None:
+                    return found
+                for wire in numbered[number]:
+                    left[wire] += 1
+        return None
+
+    return filled(0, [])
+
+
+def _largest(cycles: Sequence[_Cycle], slowest: npt.NDArray[np.float64]) -> list[int]:
+    """Return numbers of the cycles of the best set, by an integer program."""
+    # Hardly a board needs it, and scipy takes a while to import.
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    slowest = np.array([min(joint.bandwidth_bytes_per_s for joint in path) for _, path in cycles])
     listed = list(dict.fromkeys(joint for _, path in cycles for joint in path))
     incidence = np.array([[path.count(joint) for _, path in cycles] for joint in listed], dtype=np.float64)
     capacity = np.array([joint.num_links for joint in listed], dtype=np.float64)
@@ -127,14 +180,9 @@ def edge_disjoint_rings(topology: Topology, gpu_ids: Sequence[str]) -> RingSet:
         options={"node_limit": MAX_BRANCHES},
     )
     if not solution.success:
-        message = f"the best set of rings among {len(gpu_ids)} GPUs was not found: {solution.message}"
+        message = f"the best set of rings among {len(cycles[0][0])} GPUs was not found: {solution.message}"
         raise TopologyError(message, hint="ask for fewer GPUs")
-    rings = [
-        LinkRing(order, tuple(joint.links[0].id for joint in path), float(slowest[number]))
-        for number, (order, path) in enumerate(cycles)
-        for _ in range(round(solution.x[number]))
-    ]
-    return RingSet(tuple(gpu_ids), tuple(rings))
+    return [number for number, times in enumerate(solution.x) for _ in range(round(times))]
 
 
 def _joints(topology: Topology, gpu_ids: set[str]) -> dict[str, list[tuple[str, _SharedWire]]]:
