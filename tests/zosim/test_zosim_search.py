@@ -80,7 +80,7 @@ def test_what_is_known_before_a_plan_is_written_is_no_more_than_its_bound() -> N
     plans = [(plan, shape) for shape in shapes(requested, costs) for plan in variants.plans(shape)]
     bound_s = [bounds.of(plan).seconds for plan, _ in plans]
     # Passes over parameters are known from then on.
-    least_s = [bounds.least_s(plan, shape.least_s) for plan, shape in plans]
+    least_s = [bounds.least_s(plan, shape) for plan, shape in plans]
     fractions = [least / bound for least, bound in zip(least_s, bound_s, strict=True)]
     assert 0.6 < max(fractions) <= 1 + 1e-9
 

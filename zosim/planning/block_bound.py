@@ -39,7 +39,7 @@ from costmodel.estimate import estimate
 from costmodel.models.model_spec import HEAD, ModelSpec, block_segment
 from costmodel.work import Work
 from topology.limits import whole_number
-from zosim.eval_points import BASE
+from zosim.eval_points import BASE, EvalPoint
 from zosim.hardware.machine import Activity, Machine
 from zosim.lowering import unordered
 from zosim.lowering.hazards import connected_by_conflicts
@@ -107,7 +107,7 @@ class BlockBounder:
         self._losses: dict[Hashable, Work] = {}
         self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
-        self._passes_s: dict[Hashable, float] = {}
+        self._passes_s: dict[Hashable, dict[tuple[EvalPoint, ...], float]] = {}
         self._pipelines: dict[Hashable, tuple[list[StageStep], float]] = {}
         self._few_blocks: dict[int, ModelSpec] = {}
 
@@ -129,9 +129,11 @@ class BlockBounder:
             self._loss_s[key] = estimate(StepWriter(plan, rank).loss_work(), machine.profile).seconds
         return self._loss_s[key]
 
-    def passes_s(self, plan: Plan, machine: Machine) -> float:
-        """Return the seconds of a step's passes over the parameters of blocks, where a like rank was bounded; else 0."""
-        return self._passes_s.get(_passes(plan, machine), 0.0)
+    def passes_s(self, plan: Plan, rank: int, machine: Machine) -> float:
+        """Return the seconds of a step's passes over the parameters of blocks, as far as ranks at some of its points were bounded."""
+        own = set(plan.eval_points_of(rank))
+        known = self._passes_s.get(_passes(plan, machine), {})
+        return max((seconds for points, seconds in known.items() if own.issuperset(points)), default=0.0)
 
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
@@ -151,9 +153,10 @@ class BlockBounder:
             self._known_bounds[key] = BlockBound(
                 period, prices.loads, behind, prices.computed_s, memory, prices.num_instructions
             )
-            if plan.num_stages == 1 and rank == 0:
+            if plan.num_stages == 1:
                 # They are the same whatever is forwarded, so they tell plans of other meshes something.
-                self._passes_s[_passes(plan, machine)] = two_blocks.passes_s(stage.seconds)
+                known = self._passes_s.setdefault(_passes(plan, machine), {})
+                known[plan.eval_points_of(rank)] = two_blocks.passes_s(stage.seconds)
         return self._known_bounds[key]
 
     def few_blocks(self, plan: Plan, rank: int, alike: Hashable) -> _TwoBlocks:
@@ -374,12 +377,11 @@ def _role(plan: Plan, rank: int) -> Hashable:
 
 
 def _passes(plan: Plan, machine: Machine) -> Hashable:
-    """Return what decides how long the first rank of a plan of one stage passes over the parameters of its blocks."""
-    eval_points = plan.eval_points_of(0)
+    """Return what decides, with its points, how long a rank of a plan of one stage passes over the parameters of its blocks."""
     # Whether a block stays, and how many buffers there are, changes no pass over it.
     residency = plan.residency.model_copy(update={"num_staging_buffers": 1, **_ALIKE})
     axes = residency, plan.schedule, plan.perturbations, plan.weights, plan.low_bits, plan.forward
-    return len(eval_points), BASE in eval_points, axes, id(machine.profile)
+    return axes, id(machine.profile)
 
 
 def _block_number(segment: str) -> int | None:

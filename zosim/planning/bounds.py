@@ -38,6 +38,7 @@ from zosim.planning.disks import may_keep_blocks, num_kept
 from zosim.planning.footprint import Footprints, HostFootprint, footprints
 from zosim.planning.predict import PlannedRun
 from zosim.planning.request import Request, profiles_of
+from zosim.planning.space import PlanShape
 from zosim.plans import Mesh, Placement, Plan
 from zosim.simulators.closed_form import step_time_of
 
@@ -126,17 +127,17 @@ class Bounds:
         world = whole_world(plan, self._bounder, planned.machines)
         return None if world is None else step_time_of(world)
 
-    def least_s(self, plan: Plan, forwards_s: float) -> float:
-        """Return the seconds of a step, at least, by what is known before anything of the plan is written.
-
-        `forwards_s`: what forwards alone take, on the fastest of the devices.
-        """
+    def least_s(self, plan: Plan, shape: PlanShape) -> float:
+        """Return the seconds of a step of a plan of a shape, at least, by what is known before anything of the plan is written."""
         if plan.num_stages > 1:
-            return forwards_s
+            is_blockwise = not (plan.is_full_pass or plan.perturbs_by_adapters)
+            return shape.blockwise_s if is_blockwise else shape.least_s
         machines = self.machines(plan)
-        profiles = {id(machine.profile): machine for machine in machines}
-        passes_s = min(self._bounder.passes_s(plan, machine) for machine in profiles.values())
-        return max(forwards_s + passes_s, self._uploads_s(plan, machines))
+        computed_s = max(
+            forwards_s + self._bounder.passes_s(plan, rank, machines[rank])
+            for rank, forwards_s in shape.forwards
+        )
+        return max(computed_s, self._uploads_s(plan, machines))
 
     def _uploads_s(self, plan: Plan, machines: Sequence[Machine]) -> float:
         """Return the seconds for which blocks that come up once keep the fullest link of any host busy."""

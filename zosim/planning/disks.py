@@ -28,7 +28,7 @@ from zosim.plans import Plan, Residency, fields_of
 
 _BUFFERS_BESIDE = (2, 3)
 """Staging buffers that are tried where some blocks stay on the device."""
-_MOST_BUFFERS = (max(fields_of(Residency)["num_staging_buffers"].tried),)
+_MOST_BUFFERS = max(fields_of(Residency)["num_staging_buffers"].tried)
 
 
 def may_use_disks(request: Request, plan: Plan) -> bool:
@@ -91,15 +91,23 @@ def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
     return keeping(plan, count) if 0 < count < plan.model.num_blocks else None
 
 
+def may_be_mixed(request: Request, plan: Plan) -> bool:
+    """Whether :func:`mixtures` are made of a plan: of those that differ in staging buffers alone, the one with most."""
+    is_named = request.config.residency.given("num_staging_buffers") is not None
+    return may_keep_blocks(request, plan) and (
+        is_named or plan.residency.num_staging_buffers == _MOST_BUFFERS
+    )
+
+
 def mixtures(request: Request, plan: Plan, left_bytes: Callable[[Plan], int]) -> Iterator[Plan]:
     """Yield an offloaded plan with as many blocks on the device as it has space for, beside few staging buffers.
 
     A buffer more is a block less that stays. Plans that differ in buffers alone have these in common.
     """
-    buffers: tuple[int, ...] = (plan.residency.num_staging_buffers,)
-    if request.config.residency.given("num_staging_buffers") is None:
-        buffers = _BUFFERS_BESIDE if buffers == _MOST_BUFFERS else ()
-    for num_buffers in buffers if may_keep_blocks(request, plan) else ():
+    if not may_be_mixed(request, plan):
+        return
+    is_named = request.config.residency.given("num_staging_buffers") is not None
+    for num_buffers in (plan.residency.num_staging_buffers,) if is_named else _BUFFERS_BESIDE:
         residency = plan.residency.model_copy(update={"num_staging_buffers": num_buffers})
         mixed = most_resident(plan.model_copy(update={"residency": residency}), left_bytes)
         if mixed is not None:

@@ -24,7 +24,7 @@ from topology.units import format_bytes, format_seconds
 from zosim.lowering import lower_all
 from zosim.planning.block_bound import BlockBounder, with_few_blocks
 from zosim.planning.bounds import Bound, Bounds
-from zosim.planning.disks import fewest_on_disk, keeping, may_keep_blocks, may_use_disks, mixtures, num_kept
+from zosim.planning.disks import fewest_on_disk, keeping, may_be_mixed, may_use_disks, mixtures, num_kept
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
 from zosim.planning.footprint import WORKSPACE, Footprints
 from zosim.planning.predict import PlannedRun, Prediction
@@ -342,15 +342,10 @@ class _Restrictions:
 
     def __init__(self, plans: list[Plan], relaxed: list[int | None], shape: PlanShape) -> None:
         self.plans = plans
-        self._shape = shape
+        self.shape = shape
         self.of: dict[int | None, list[int]] = {}
         for number, before in enumerate(relaxed):
             self.of.setdefault(before, []).append(number)
-
-    def least_s(self, plan: Plan) -> float:
-        """Return the seconds that forwards of a plan take at least."""
-        is_blockwise = not (plan.is_full_pass or plan.perturbs_by_adapters)
-        return max(self._shape.least_s, self._shape.blockwise_s if is_blockwise else 0.0)
 
 
 class _Search:
@@ -453,12 +448,16 @@ class _Search:
         if plans:
             relaxed = [variant.relaxed for variant in self._variants.of(shape)]
             restrictions = _Restrictions(plans, relaxed, shape)
-            self._push_restrictions(restrictions, None, shape.least_s)
+            self._push_restrictions(restrictions, None, shape.least_s, shape.least_s)
 
-    def _push_restrictions(self, restrictions: _Restrictions, number: int | None, bound_s: float) -> None:
+    def _push_restrictions(
+        self, restrictions: _Restrictions, number: int | None, bound_s: float, mixed_s: float
+    ) -> None:
+        """Look at the plans that one relaxes; `mixed_s`: the least of those that some blocks may stay of."""
         for restriction in restrictions.of.get(number, ()):
             plan = restrictions.plans[restriction]
-            least_s = max(bound_s, self._bounds.least_s(plan, restrictions.least_s(plan)))
+            known_s = mixed_s if may_be_mixed(self._request, plan) else bound_s
+            least_s = max(known_s, self._bounds.least_s(plan, restrictions.shape))
             self._push(least_s, plan=plan, restrictions=restrictions, number=restriction)
 
     def _bound(self, node: _Node) -> None:
@@ -479,13 +478,13 @@ class _Search:
         for candidate in made:
             # As many blocks on the device as it has space for, beside few staging buffers.
             for mixed in mixtures(self._request, candidate.plan, self._bounds.left_bytes):
-                self._push(self._bounds.least_s(mixed, node.restrictions.least_s(mixed)), plan=mixed)
+                self._push(self._bounds.least_s(mixed, node.restrictions.shape), plan=mixed)
         if whole.missing:
             # What waits for more is never faster: it is looked at only where that saves memory which lacks.
             least_s = max(node.bound_s, whole.seconds - max(0.0, saved_s))
-            if may_keep_blocks(self._request, whole.plan):
-                least_s = node.bound_s  # with some blocks on the device it copies less
-            self._push_restrictions(node.restrictions, node.number, least_s)
+            # Of a plan whose blocks all move, mixtures may copy less; of one whose blocks all stay, none does.
+            mixed_s = node.bound_s if whole.plan.is_offloaded else least_s
+            self._push_restrictions(node.restrictions, node.number, least_s, mixed_s)
 
     def _keep(self, *made: Candidate) -> None:
         """Keep what does not fit for the report, and all else for the search."""

@@ -24,6 +24,7 @@ from zosim.plans import (
     in_options,
     naming_options,
 )
+from zosim.plans.mesh import share
 
 Transfers = Literal["private", "shared", "sliced"]
 AxisValues = Mapping[str, Mapping[str, object]]
@@ -46,6 +47,9 @@ class PlanShape:
     split: Split
     least_s: float = 0.0  # what forwards and messages alone take in a step, of any plan of the shape
     blockwise_s: float = 0.0  # of those that have each block at all evaluation points before the next one
+    forwards: tuple[
+        tuple[int, float], ...
+    ] = ()  # of one stage, a rank of each class with the seconds of its forwards
 
 
 def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[PlanShape]:
@@ -60,8 +64,13 @@ def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterato
                 yield from split_shapes(request, mesh, placement, ranking)
                 continue
             for shared_out in (mesh, *_in_proportion(request, costs, mesh, placement)):
-                least_s = _forwards_s(request, costs, shared_out, placement) if is_bounded else 0.0
-                yield PlanShape(shared_out, placement, request.config.spec, Split(), least_s)
+                forwards = (
+                    tuple(_forwards(request, costs, shared_out, placement)) if is_bounded else ((0, 0.0),)
+                )
+                least_s = max(seconds for _, seconds in forwards)
+                yield PlanShape(
+                    shared_out, placement, request.config.spec, Split(), least_s, forwards=forwards
+                )
 
 
 def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[PlanShape]:
@@ -73,16 +82,35 @@ def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ra
     splits: dict[Split, tuple[str, ...]] = {}
     for split_points in ranking.best(limits_bytes):
         splits.setdefault(ranking.split(split_points), split_points)
-    for split, split_points in splits.items():
-        model = request.split_options.split(request.config.spec, split_points)
-        least_s, blockwise_s = ranking.least_s(split_points), ranking.blockwise_s(split_points)
-        yield PlanShape(mesh, placement, model, split, least_s, max(least_s, blockwise_s))
+    for split_points in splits.values():
+        yield staged_shape(request, mesh, placement, ranking, split_points)
 
 
-def _forwards_s(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> float:
-    """Return the seconds of the forwards of the fullest rank, on the fastest of the devices."""
-    pipelines = _on_each_kind(request, costs, mesh, placement).values()
-    return min(each.num_eval_points * float(costs.seconds(each).forward.sum()) for each in pipelines)
+def staged_shape(
+    request: Request, mesh: Mesh, placement: Placement, ranking: Ranking, split_points: tuple[str, ...]
+) -> PlanShape:
+    """Return a mesh of several stages with its split points."""
+    model = request.split_options.split(request.config.spec, split_points)
+    least_s, blockwise_s = ranking.least_s(split_points), ranking.blockwise_s(split_points)
+    return PlanShape(mesh, placement, model, ranking.split(split_points), least_s, max(least_s, blockwise_s))
+
+
+def _forwards(
+    request: Request, costs: Costs, mesh: Mesh, placement: Placement
+) -> Iterator[tuple[int, float]]:
+    """Yield the first rank of those that have as much to do on devices alike, with the seconds of its forwards."""
+    pipelines, topology = _on_each_kind(request, costs, mesh, placement), request.hardware.topology
+    batch, num_eval_points = request.config.batch, request.axis(Estimator).num_eval_points
+    known = set()
+    # Where devices are alike the first rank has the most to do.
+    for rank in range(placement.world_size if len(pipelines) > 1 else 1):
+        at, kind = mesh.coordinates(rank), topology.device_spec(placement.devices[rank]).id
+        num_sequences = len(mesh.rows_of(at.data, batch))
+        num_points = len(share(num_eval_points, mesh.perturb, at.perturb))
+        if (kind, num_sequences, num_points) not in known:
+            known.add((kind, num_sequences, num_points))
+            seconds = costs.seconds(_forwarding(pipelines[kind], num_sequences))
+            yield rank, num_points * float(seconds.forward.sum())
 
 
 def _on_each_kind(
@@ -129,13 +157,17 @@ def _line(costs: Costs, pipeline: PlacedPipeline, batch: int) -> tuple[float, fl
     """Return the seconds of a step on one device of a kind without a sequence, and of each sequence, from those of one and of all."""
 
     def taken(num_sequences: int) -> float:
-        mesh = Mesh(data=2, num_sequences=(num_sequences, 1))
-        seconds = costs.seconds(replace(pipeline, mesh=mesh))
+        seconds = costs.seconds(_forwarding(pipeline, num_sequences))
         return float(seconds.once.sum()) + pipeline.num_eval_points * float(seconds.forward.sum())
 
     one_s, all_s = taken(1), taken(batch)
     each_s = (all_s - one_s) / max(1, batch - 1)
     return one_s - each_s, each_s
+
+
+def _forwarding(pipeline: PlacedPipeline, num_sequences: int) -> PlacedPipeline:
+    """Return a pipeline that forwards so many sequences."""
+    return replace(pipeline, mesh=Mesh(data=2, num_sequences=(num_sequences, 1)))
 
 
 def check(request: Request) -> None:

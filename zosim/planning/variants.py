@@ -39,6 +39,7 @@ from zosim.planning.space import (
     pipeline_of,
     plan_on,
     shares,
+    staged_shape,
     too_few_ranks,
     transfers_on,
 )
@@ -77,11 +78,8 @@ def staged_shapes(request: Request, costs: Costs) -> Iterator[PlanShape]:
             hint="raise --ranks (several may share a CPU, a GPU takes one)",
         )
     for shape in listed[:_NUM_TRIED]:
-        split_points, mesh = shape.best.split_points, shape.mesh
-        model = request.split_options.split(request.config.spec, split_points)
-        placement = next(layouts(request, mesh.world_size))
-        split = shape.ranking.split(split_points)
-        yield PlanShape(mesh, placement, model, split, shape.ranking.least_s(split_points))
+        placement = next(layouts(request, shape.mesh.world_size))
+        yield staged_shape(request, shape.mesh, placement, shape.ranking, shape.best.split_points)
 
 
 def _bounded_meshes(request: Request, costs: Costs) -> Iterator[_StageShape]:
