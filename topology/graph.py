@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from topology.errors import TopologyError
 from topology.figures import Figure
+from topology.isomorphic_hosts import IsomorphicHosts
 from topology.routes import Resource, Route, Routes
 from topology.schema import DeviceSpec, Link, MeasuredBandwidth, Node, unknown_node
 from topology.validation import FrozenModel, RuleError, did_you_mean
@@ -319,7 +320,12 @@ class Topology(FrozenModel):
 
     @cached_property
     def _routes(self) -> Routes:
-        return Routes(self.graph, self.links, self.measured)
+        return Routes(self.graph, self.links, self.measured, self.isomorphic_hosts)
+
+    @cached_property
+    def isomorphic_hosts(self) -> IsomorphicHosts:
+        """Which nodes are placed like others on hosts built alike."""
+        return IsomorphicHosts(self.nodes, self.links, self.measured)
 
     def route(self, source_id: str, target_id: str) -> Route:
         """The widest route between two nodes; of equally wide ones that of least latency, then of fewest links.

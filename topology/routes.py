@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from topology.errors import TopologyError
+from topology.isomorphic_hosts import IsomorphicHosts
 from topology.schema import FORWARDING_TYPES, Link, MeasuredBandwidth, Node
 
 if TYPE_CHECKING:
@@ -116,9 +117,14 @@ class Routes:
     """Routes in the graph of one topology, each found once, and the resources that they take."""
 
     def __init__(
-        self, graph: nx.MultiGraph[str], links: Sequence[Link], measured: Iterable[MeasuredBandwidth]
+        self,
+        graph: nx.MultiGraph[str],
+        links: Sequence[Link],
+        measured: Iterable[MeasuredBandwidth],
+        isomorphic: IsomorphicHosts,
     ) -> None:
         self._graph = graph
+        self._isomorphic = isomorphic
         self._links = {link.id: link for link in links}
         self._nodes: dict[str, Node] = {name: data["node"] for name, data in graph.nodes.items()}
         self._paths: dict[tuple[str, str], tuple[RouteHop, ...] | None] = {}
@@ -176,10 +182,35 @@ class Routes:
             # Traffic within a host stays there, even where its adapters are wider than its sockets' link.
             stays = len(hosts) == 1 and None not in hosts
             node_types = FORWARDING_TYPES - {"network"} if stays else FORWARDING_TYPES
-            hops = self._widest_path(source_id, target_id, node_types, {*hosts, None})
+            hops = self._like_another(source_id, target_id) if stays else None
+            if hops is None:
+                hops = self._widest_path(source_id, target_id, node_types, {*hosts, None})
             # A third host forwards nothing where the two reach each other without it.
             self._paths[pair] = self._widest_path(source_id, target_id, node_types) if hops is None else hops
         return self._paths[pair]
+
+    def _like_another(self, source_id: str, target_id: str) -> tuple[RouteHop, ...] | None:
+        """The path within a host that is built like another one before it; None where there is none, or where it leaves the host."""
+        like = tuple(map(self._isomorphic.representative, (source_id, target_id)))
+        host = self._nodes[source_id].host
+        if like == (source_id, target_id) or host is None or self._joins_hosts:
+            return None
+        links = [self._isomorphic.own_link(host, hop.link) for hop in self.path(*like) or ()]
+        here, hops = source_id, list[RouteHop]()
+        for link in links:
+            if link is None:
+                return None
+            there = link.target if link.source == here else link.source
+            hops.append(RouteHop(link, here, there))
+            here = there
+        return tuple(hops) or None
+
+    @cached_property
+    def _joins_hosts(self) -> bool:
+        """Whether something of no host forwards traffic as nodes of a host do, so that a path within a host may lead through it."""
+        return any(
+            node.host is None and node.type in FORWARDING_TYPES - {"network"} for node in self._nodes.values()
+        )
 
     def _widest_path(
         self,

@@ -9,7 +9,6 @@ from tests.support.requests import request_for
 from topology import Topology, load_preset
 from topology.clusters import cluster
 from topology.errors import DoesNotFit, PlanError
-from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.planning.planner import Request, choose, placements
 from zosim.planning.space import layouts, meshes
 from zosim.plans import Estimator, Mesh, Weights
@@ -204,14 +203,14 @@ def test_hundreds_of_ranks_are_planned_as_one_host_is() -> None:
 
 def test_isomorphic_hosts_are_devices_that_are_placed_alike() -> None:
     topology = cluster(load_preset("dgx-1v"), 3)
-    hosts = IsomorphicHosts(topology)
+    hosts = topology.isomorphic_hosts
     assert {hosts.representative(f"host{host}/gpu5") for host in range(3)} == {"host0/gpu5"}
     changed = topology.nodes[0].host or "host0"
     slower = tuple(
         link.model_copy(update={"count": link.count + 1}) if link.source.startswith("host1/") else link
         for link in topology.links
     )
-    apart = IsomorphicHosts(topology.model_copy(update={"links": slower}))
+    apart = Topology(name="apart", nodes=topology.nodes, links=slower).isomorphic_hosts
     assert (
         apart.representative("host1/gpu5")
         == "host1/gpu5"

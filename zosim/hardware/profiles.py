@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from costmodel.devices.datasheet import datasheet_profile
@@ -13,7 +12,6 @@ from topology.errors import ProfileError, TopologyError
 from topology.graph import Topology
 from zosim.cache import cache_directory
 from zosim.console import stderr
-from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 
 
 def host_profile_path(device_name: str, num_threads: int) -> Path:
@@ -75,7 +73,7 @@ class Profiles:
         threads = self.num_threads
         if spec.type == "cpu" and threads is None and num_ranks > 1:
             threads = max(1, spec.num_cores // num_ranks)
-        key = (self._isomorphic.representative(device), threads)
+        key = (self.topology.isomorphic_hosts.representative(device), threads)
         if key not in self._of_devices:
             made = profile_for(
                 self.before or self.topology,
@@ -92,10 +90,6 @@ class Profiles:
     def on(self, topology: Topology) -> Profiles:
         """Return what operations cost on the same machine with other figures."""
         return replace(self, topology=topology, before=self.before or self.topology, _of_devices={})
-
-    @cached_property
-    def _isomorphic(self) -> IsomorphicHosts:
-        return IsomorphicHosts(self.topology)
 
 
 def _carried_over(profile: Profile, before: Topology, topology: Topology, device: str) -> Profile:

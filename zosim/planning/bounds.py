@@ -30,7 +30,6 @@ from costmodel.memory import Where
 from costmodel.models.model_spec import EMBED, HEAD
 from topology.units import format_bytes
 from zosim.eval_points import BASE
-from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.machine import Machine
 from zosim.hardware.machines import KnownPaths, machines_for
 from zosim.planning.block_bound import BlockBound, BlockBounder, whole_world
@@ -77,7 +76,7 @@ class Bounds:
     ) -> None:
         self._request = request
         self._bounder = bounder or BlockBounder(request.config.spec)
-        self._isomorphic = IsomorphicHosts(request.hardware.topology)
+        self._isomorphic = request.hardware.topology.isomorphic_hosts
         self._known_classes: dict[tuple[Mesh, Placement], _RankClasses] = {}
         self._paths = paths or KnownPaths()
         self._block_bytes: dict[Hashable, tuple[float, float]] = {}

@@ -17,7 +17,6 @@ from topology.errors import PlanError
 from topology.graph import Topology
 from topology.validation import readable
 from zosim.config import HOST, PlanConfig, filled, merge
-from zosim.hardware.isomorphic_hosts import IsomorphicHosts
 from zosim.hardware.profiles import Profiles
 from zosim.planning.split_options import SplitOptions
 from zosim.plans import AXES, Axis, LowBits, Mesh, Method, Placement, Weights, naming_options
@@ -57,7 +56,7 @@ class DeviceChoice:
     def __init__(self, topology: Topology, device_type: str, first: str | None = None) -> None:
         devices = [node.id for node in topology.compute_devices] if device_type == "gpu" else []
         devices = devices or [node.id for node in topology.of_type("cpu")]
-        isomorphic = IsomorphicHosts(topology)
+        isomorphic = topology.isomorphic_hosts
         known: dict[str, Speed] = {}
         for device in devices:
             alike = isomorphic.representative(device)

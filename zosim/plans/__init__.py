@@ -283,7 +283,7 @@ class Plan(Axis, Document):
     @property
     def num_shares(self) -> int:
         """Ranks of a host, among whom a block is shared out; 1 where none is."""
-        return len(self.process_groups["host"][0]) if self.is_shared_out else 1
+        return len(self.placement.ranks_by_host[0]) if self.is_shared_out else 1
 
     @property
     def is_shared_out(self) -> bool:

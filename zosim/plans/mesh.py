@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import model_validator
@@ -166,8 +167,7 @@ class Mesh(Axis):
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that hold one model between them, in the order of their stages."""
-        firsts = range(0, self.world_size, self.stage)
-        return tuple(tuple(range(first, first + self.stage)) for first in firsts)
+        return _pipelines(self.world_size, self.stage)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the place of `rank`."""
@@ -244,3 +244,8 @@ def share(count: int, num_parts: int, part: int) -> range:
     each, longer = divmod(count, num_parts)
     begin = part * each + min(part, longer)
     return range(begin, begin + each + (part < longer))
+
+
+@lru_cache(64)
+def _pipelines(world_size: int, stage: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(range(first, first + stage)) for first in range(0, world_size, stage))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
@@ -59,10 +60,7 @@ class Placement(Axis):
     @property
     def ranks_by_host(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each host, hosts in the order of their first rank."""
-        by_host: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts or ("",) * len(self.devices)):
-            by_host.setdefault(host, []).append(rank)
-        return tuple(map(tuple, by_host.values()))
+        return _ranks_by_host(self.hosts or ("",) * len(self.devices))
 
     @model_validator(mode="after")
     def _every_device_has_its_host(self) -> Placement:
@@ -72,3 +70,12 @@ class Placement(Axis):
                 hint="give one host per device",
             )
         return self
+
+
+# Asked for again and again, of a thousand ranks. Not kept by the model, whose copies with other fields would have it.
+@lru_cache(64)
+def _ranks_by_host(hosts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    return tuple(map(tuple, by_host.values()))
