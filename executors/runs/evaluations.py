@@ -31,16 +31,18 @@ NUM_SHOWN_ANSWERS = 3
 
 
 @dataclass(frozen=True)
-class _EvaluatedWeights:
+class EvaluatedWeights:
     """A session that evaluations can call as a model."""
 
     session: Session
 
     @property
     def device(self) -> torch.device:
+        """Device of the forwards."""
         return self.session.device
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """Return an object with ``logits``."""
         return SimpleNamespace(
             logits=self.session.logits({"input_ids": input_ids, "attention_mask": attention_mask})
         )
@@ -129,7 +131,7 @@ class Evaluations:
 
         def evaluated(evaluate: Callable[..., Any], *how: Any) -> dict[str, Any]:
             batch_size, num_examples = self._settings.plan.batch, wanted.num_examples
-            model = _EvaluatedWeights(session)
+            model = EvaluatedWeights(session)
             return asdict(evaluate(model, data, *how, batch_size=batch_size, num_examples=num_examples))
 
         if self._task == "choice":

@@ -14,14 +14,17 @@ from typing import Any
 from costmodel.formats import DType
 
 _Fields = Mapping[str, Mapping[str, Any]]
+_Axes = dict[str, dict[str, Any]]
 
 
-def _offloaded(update: str = "delayed", **residency: Any) -> dict[str, dict[str, Any]]:
+def _offloaded(update: str = "delayed", **residency: Any) -> _Axes:
     return {"schedule": {"update": update}, "residency": {"blocks": "offloaded", **residency}}
 
 
-_DELAYED, _IMMEDIATE = {"schedule": {"update": "delayed"}}, {"schedule": {"update": "immediate"}}
-_COUNTER, _AHEAD = {"perturbations": {"rng": "counter"}}, {"perturbations": {"sampled_ahead": True}}
+_DELAYED: _Axes = {"schedule": {"update": "delayed"}}
+_IMMEDIATE: _Axes = {"schedule": {"update": "immediate"}}
+_COUNTER: _Axes = {"perturbations": {"rng": "counter"}}
+_AHEAD: _Axes = {"perturbations": {"sampled_ahead": True}}
 
 FORMATS: Mapping[str, Mapping[str, Any]] = {
     "W8A8": {"weights": "int8", "activations": "int8-token"},
@@ -39,7 +42,7 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 }
 """Formats of weights and of what they are multiplied by."""
 
-_COUNTED_SIGNS = {"perturbations": {"rng": "counter", "distribution": "rademacher"}}
+_COUNTED_SIGNS: _Axes = {"perturbations": {"rng": "counter", "distribution": "rademacher"}}
 PERTURBATIONS: Mapping[str, _Fields] = {
     "8 bits": _COUNTER,
     "walked": {"perturbations": {"rng": "mezo"}},
@@ -104,14 +107,14 @@ PLACEMENTS: Mapping[str, _Fields] = {
 """Axes of the plan that each placement sets; the others keep their defaults."""
 
 RANK_PLACEMENTS: Mapping[str, _Fields] = {
-    "pertp": {"mesh": {"perturb": 2}} | _IMMEDIATE,
-    "ddp": {"mesh": {"data": 2}} | _IMMEDIATE,
-    "pertp, delayed": {"mesh": {"perturb": 2}} | _DELAYED,
-    "ddp, offloaded": {"mesh": {"data": 2}} | _offloaded(),
-    "pertp, shared": {"mesh": {"perturb": 2}} | _offloaded(transfers="shared"),
-    "pertp, sliced": {"mesh": {"perturb": 2}} | _offloaded(transfers="sliced"),
-    "ddp, sliced": {"mesh": {"data": 2}} | _offloaded(transfers="sliced"),
-    "2d": {"mesh": {"data": 2, "perturb": 2}} | _IMMEDIATE,
+    "pertp": _IMMEDIATE | {"mesh": {"perturb": 2}},
+    "ddp": _IMMEDIATE | {"mesh": {"data": 2}},
+    "pertp, delayed": _DELAYED | {"mesh": {"perturb": 2}},
+    "ddp, offloaded": _offloaded() | {"mesh": {"data": 2}},
+    "pertp, shared": _offloaded(transfers="shared") | {"mesh": {"perturb": 2}},
+    "pertp, sliced": _offloaded(transfers="sliced") | {"mesh": {"perturb": 2}},
+    "ddp, sliced": _offloaded(transfers="sliced") | {"mesh": {"data": 2}},
+    "2d": _IMMEDIATE | {"mesh": {"data": 2, "perturb": 2}},
 }
 """The same for placements of several ranks, of one thread each."""
 

@@ -26,15 +26,15 @@ from executors.models.blocks import find_blocks
 from executors.models.loading import load_model
 from executors.models.lora import attach_lora, block_linears
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
-from executors.models.spec import spec_of_model
 from executors.runs.evaluate import evaluate_choices
+from executors.runs.evaluations import EvaluatedWeights
 from executors.runs.records import seed_of
 from executors.runs.session import Session
 from studies.plots import picture
 from studies.records import append_records, records_in
-from studies.sparq.training import batches_of, data_of, tensors_of
+from studies.sparq.training import batches_of, data_of, plan_of, tensors_of
 from zosim.console import stderr, stdout
-from zosim.plans import Estimator, LowBits, Perturbations, Placement, Plan, Weights
+from zosim.plans import LowBits
 from zosim.report import Table
 
 RESULTS = Path("docs/benchmarks/quzo/training.csv")
@@ -143,44 +143,27 @@ def train(
                 model, lora, quant_config=LowBits.model_validate(case.low_bits).quant_config("float32")
             )
         with Session(
-            _plan(model, case),
+            plan_of(
+                model,
+                weights={"dtype": case.dtype},
+                estimator={"epsilon": TaskSettings().epsilon, "num_perturbations": case.num_perturbations},
+                low_bits=case.low_bits,
+                perturbations={"rng": "counter"},
+            ),
             model,
             learning_rate=case.rate * TaskSettings().learning_rate,
             seed=seed,
             num_timed_steps=0,
         ) as session:
             losses = [session.step(tensors_of(batches, number)).loss for number in range(num_steps)]
-
-            def logits(*, input_ids: Tensor, attention_mask: Tensor) -> Any:
-                return _Result(session.logits({"input_ids": input_ids, "attention_mask": attention_mask}))
-
             result = evaluate_choices(
-                logits, data_of(pretrained.validation, model), num_examples=num_evaluated
+                EvaluatedWeights(session), data_of(pretrained.validation, model), num_examples=num_evaluated
             )
     ends = losses[:_CURVE_STEPS], losses[-_CURVE_STEPS:]
     row = TrainingRow(
         case.name, seed, num_steps, fmean(ends[0]), fmean(ends[1]), result.accuracy, result.loss
     )
     return row, losses
-
-
-@dataclass(frozen=True)
-class _Result:
-    logits: Tensor
-
-
-def _plan(model: nn.Module, case: TrainingCase) -> Plan:
-    config: Any = model.config
-    return Plan(
-        model=spec_of_model(model, "embedded"),
-        placement=Placement(topology="host", devices=("cpu0",)),
-        batch=TaskSettings().batch,
-        seq=config.max_position_embeddings,
-        weights=Weights.model_validate({"dtype": case.dtype}),
-        estimator=Estimator(epsilon=TaskSettings().epsilon, num_perturbations=case.num_perturbations),
-        low_bits=LowBits.model_validate(case.low_bits),
-        perturbations=Perturbations(rng="counter"),
-    )
 
 
 class _StraightThrough(nn.Module):

@@ -75,7 +75,7 @@ def plans() -> list[Plan]:
     model = load_model(str(pretrained.model))
     batch = tensors_of(batches_of(pretrained, model, 0), 0)
     split = CodecCase("none", INSIDE).split()
-    made = plan_of(model, split, epsilon=TaskSettings().epsilon, num_stages=2).model_dump(mode="json")
+    made = plan_of(model, split=split, num_stages=2).model_dump(mode="json")
     made["seq"] = batch["input_ids"].shape[1]
     made["estimator"]["num_perturbations"] = NUM_PERTURBATIONS
     return [

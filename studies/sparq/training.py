@@ -31,7 +31,7 @@ from executors.runs.evaluate import ChoiceResult, evaluate_choices
 from executors.runs.session import Session
 from studies.records import append_records, records_in
 from zosim.console import stderr, stdout
-from zosim.plans import Estimator, Mesh, Placement, Plan, Split
+from zosim.plans import Plan, Split
 from zosim.report import Table
 
 RESULTS = Path(__file__).with_name("training.csv")
@@ -139,17 +139,21 @@ class Through(nn.Module):
         return SimpleNamespace(logits=self._logits)
 
 
-def plan_of(model: nn.Module, split: Split, *, epsilon: float, num_stages: int = 1) -> Plan:
-    """Return the plan of a run in one process, or on stages."""
+def plan_of(model: nn.Module, *, num_stages: int = 1, split: Split | None = None, **axes: Any) -> Plan:
+    """Return a plan of the task for a model in one process, or on stages, with the task's ``ε`` unless `axes` have another."""
     config: Any = model.config
-    return Plan(
-        model=spec_of_model(model, "embedded", split_blocks=split.split_blocks),
-        placement=Placement(topology="host", devices=("cpu0",) * num_stages),
-        batch=TaskSettings().batch,
-        seq=config.max_position_embeddings,
-        mesh=Mesh(stage=num_stages),
-        split=split,
-        estimator=Estimator(epsilon=epsilon),
+    split, task = split or Split(), TaskSettings()
+    return Plan.model_validate(
+        {
+            "model": spec_of_model(model, "embedded", split_blocks=split.split_blocks),
+            "placement": {"topology": "host", "devices": ("cpu0",) * num_stages},
+            "batch": task.batch,
+            "seq": config.max_position_embeddings,
+            "mesh": {"stage": num_stages},
+            "split": split,
+            "estimator": {"epsilon": task.epsilon},
+            **axes,
+        }
     )
 
 
@@ -177,7 +181,7 @@ def run(
     model = load_model(str(pretrained.model))
     batches = batches_of(pretrained, model, seed)
     bytes_before = _sent_bytes(pretrained, model, case, batches, epsilon)
-    plan = plan_of(model, case.split(), epsilon=epsilon)
+    plan = plan_of(model, split=case.split(), estimator={"epsilon": epsilon})
     settings: dict[str, Any] = {
         "learning_rate": TaskSettings().learning_rate,
         "seed": seed,
@@ -220,7 +224,7 @@ def _sent_bytes(
     """Return the bytes that stages would send per step, from steps that leave the weights where they are."""
     copy = load_model(str(pretrained.model))
     copy.load_state_dict(model.state_dict())
-    plan = plan_of(copy, case.split("smallest"), epsilon=epsilon)
+    plan = plan_of(copy, split=case.split("smallest"), estimator={"epsilon": epsilon})
     with Session(plan, copy, learning_rate=0.0, num_timed_steps=0) as session:
         for number in range(NUM_COUNTED):
             session.step(tensors_of(batches, number))

@@ -76,9 +76,7 @@ def plan_for(pretrained: Pretrained, case: CodecCase, encoding: str) -> Plan:
     """Return the plan of a case, as long as the task's longest batch."""
     model = load_model(str(pretrained.model))
     batch = tensors_of(batches_of(pretrained, model, 0), 0)
-    staged = plan_of(
-        model, case.split(encoding or "dense"), epsilon=TaskSettings().epsilon, num_stages=2
-    ).model_dump(mode="json")
+    staged = plan_of(model, split=case.split(encoding or "dense"), num_stages=2).model_dump(mode="json")
     staged["seq"] = batch["input_ids"].shape[1]
     staged["split"]["densities"] = (_density(SegmentedModel(model), batch, case),)
     plan = Plan.model_validate(staged)

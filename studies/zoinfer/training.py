@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from costmodel.models.configs import LoRA
 from executors.models.loading import load_model
 from executors.models.pretrain import Pretrained, TaskSettings, pretrained_model
-from executors.models.spec import spec_of_model
 from executors.runs.adapters import attach
 from executors.runs.evaluate import evaluate_choices
+from executors.runs.evaluations import EvaluatedWeights
 from executors.runs.records import seed_of
 from executors.runs.session import Session
 from studies.plots import picture
 from studies.records import write_records
-from studies.sparq.training import batches_of, data_of, tensors_of
+from studies.sparq.training import batches_of, data_of, plan_of, tensors_of
 from studies.zoinfer.reference import PlainLoop
-from zosim.plans import Estimator, Perturbations, Placement, Plan, Weights
+from zosim.plans import Perturbations
 
 RANK, LAZY_STEPS = 2, 50
 _LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -66,11 +66,6 @@ class Contender:
     seconds: float = 0.0  # of its steps so far
 
 
-@dataclass(frozen=True)
-class _Result:
-    logits: Tensor
-
-
 def linears_of(pretrained: Pretrained) -> nn.Module:
     """Return the embedded model in float32, whose linears alone are tuned."""
     model = load_model(str(pretrained.model), dtype="float32")
@@ -82,16 +77,8 @@ def session_of(
     model: nn.Module, perturbation: Literal["serial", "adapters"], perturbations: Perturbations, seed: int
 ) -> Session:
     """Return a run of the runtime with the task's settings, whose weights come to their points in this way."""
-    config: Any = model.config
-    plan = Plan(
-        model=spec_of_model(model, "embedded"),
-        placement=Placement(topology="host", devices=("cpu0",)),
-        batch=TaskSettings().batch,
-        seq=config.max_position_embeddings,
-        estimator=Estimator(epsilon=TaskSettings().epsilon),
-        perturbations=perturbations,
-        weights=Weights(dtype="float32", perturbation=perturbation),
-    )
+    weights = {"dtype": "float32", "perturbation": perturbation}
+    plan = plan_of(model, perturbations=perturbations, weights=weights)
     return Session(plan, model, learning_rate=TaskSettings().learning_rate, seed=seed, num_timed_steps=0)
 
 
@@ -115,10 +102,7 @@ def run_of(session: Session) -> Contender:
         assert record.losses_minus is not None
         return record.losses_plus[0], record.losses_minus[0]
 
-    def logits(*, input_ids: Tensor, attention_mask: Tensor) -> _Result:
-        return _Result(session.logits({"input_ids": input_ids, "attention_mask": attention_mask}))
-
-    return Contender(step, logits)
+    return Contender(step, EvaluatedWeights(session))
 
 
 def _contenders(pretrained: Pretrained, seed: int, stack: ExitStack) -> dict[str, Contender]:

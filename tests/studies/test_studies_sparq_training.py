@@ -40,7 +40,9 @@ def test_what_is_evaluated_is_what_a_session_forwards(case):
         logits = Through(model, case)(given["input_ids"], given["attention_mask"]).logits
     wanted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten())
     epsilon = 1e-9  # below what a weight of float32 sees: both signs are the weights themselves
-    plan = plan_of(model, case.split(), epsilon=epsilon).model_copy(update={"batch": 2, "seq": 12})
+    plan = plan_of(model, split=case.split(), estimator={"epsilon": epsilon}).model_copy(
+        update={"batch": 2, "seq": 12}
+    )
     with Session(plan, model, learning_rate=0.0) as session:
         record = session.step(given)
     assert record.loss == pytest.approx(float(wanted), rel=1e-5)
