@@ -98,7 +98,7 @@ class DemoResult:
         )
         return Report(
             "",
-            self.comparison.report(),
+            self.comparison.view(),
             f"bottleneck, predicted: {self.bottleneck}",
             *([disturbed] if self.disturbed_share else []),
             learned,

@@ -33,6 +33,15 @@ class RunSummary(dict[str, Any]):
         svg = chart_svg(curve_chart("loss", "loss", drawn)) if drawn else ""
         return with_picture(Report("", summary_view(self)), svg)
 
+    def report(self, path: str | Path) -> Path:
+        """Write the run as one HTML file that needs no network, and return its path.
+
+        Raises ZosimError if the run's files are damaged, or the file cannot be written.
+        """
+        import zosim
+
+        return zosim.write_report(self["out"], output=path)
+
     def to_pandas(self) -> Any:
         """Return the run's log as a pandas frame: a row for each perturbation of each step."""
         return frame(self._log())

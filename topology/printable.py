@@ -19,6 +19,7 @@ _SIGNS = {
     "∂": "d", "∇": "grad ", "⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "ℓ": "l",
 }  # fmt: skip
 
+_LONG_WORD = re.compile(r"(?<!\S)\S{401,}")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
@@ -34,10 +35,14 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     r"""Return a text as one line, its control characters escaped.
 
+    What has very many characters without a space, such as a name somebody made up to fill a page, loses its middle.
+
     >>> one_line("two\nlines")
     'two\\nlines'
+    >>> len(one_line("x" * 10_000))
+    303
     """
-    return _escaped(text, kept="")
+    return _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-100:]}", _escaped(text, kept=""))
 
 
 def spell_what_cannot_be_written() -> None:

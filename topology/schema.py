@@ -89,7 +89,7 @@ class DeviceSpec(FrozenModel):
     """
 
     id: Identifier
-    name: str
+    name: str = Field(max_length=255)
     type: Literal["gpu", "cpu"]
     peak_dense: Mapping[Dtype, Compute] = Field(default_factory=dict)
     peak_sparse: Mapping[Dtype, Compute] = Field(default_factory=dict)

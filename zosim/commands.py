@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,10 +13,9 @@ from topology.errors import PlanError
 from topology.units import format_seconds
 from zosim import api
 from zosim.applications.first_order.settings import FirstOrder, FirstOrderName, first_order_of
-from zosim.config import PlanConfig, merge
 from zosim.console import emit, stderr
-from zosim.options import Json, PlanFile, ReportFile, config_of, options_of, with_settings
-from zosim.report import Bullets, Report
+from zosim.options import Json, PlanFile, ReportFile, options_of, with_settings
+from zosim.report import Report
 
 
 @with_settings(api.PlanOptions, like=api.plan)
@@ -93,19 +91,12 @@ def plan(
         decision.plan.save(output)
         stderr.print(f"wrote {output}")
     data, view = decision_data(decision), decision_view(decision)
-    sections: list[Report] = []
     if explain:
-        from zosim.applications.buying.sensitivity import effects_table, near_ties, plan_effects
+        from zosim.applications.buying.sensitivity import effects_view, near_ties, plan_effects
 
-        options = {
-            name: value for name, value in requested.items() if name not in signature(api.plan).parameters
-        }
-        config = merge(PlanConfig(model=decision.plan.model), config_of(api.PlanOptions, options).plan)
-        effects = plan_effects(decision, config)
+        effects = plan_effects(decision)
         data["figures"], data["near_ties"] = list(effects), near_ties(decision)
-        table = effects_table("a step with one figure changed", effects, ranks=False)
-        view = Report("", view, table, Bullets(data["near_ties"]))
-        sections.append(Report("What would change it", table, Bullets(data["near_ties"])))
+        view = Report("", view, effects_view(decision, effects))
     if front is not None:
         from zosim.applications.picture import draw_front
 
@@ -114,7 +105,7 @@ def plan(
     if report is not None:
         from zosim.applications.html_report.command import write_report
 
-        stderr.print(f"wrote {write_report(decision, output=report, sections=sections)}")
+        stderr.print(f"wrote {write_report(decision, output=report)}")
     emit(data, json=as_json, text=view)
 
 

@@ -26,7 +26,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -236,6 +238,44 @@ class Report:
                 element if isinstance(element, str) else element.to_data() for element in self.elements
             ],
         }
+
+
+class Reportable:
+    """A result that can be written as one HTML page."""
+
+    heading: ClassVar[str] = ""
+
+    def view(self) -> Report:
+        """Return the result as people read it."""
+        raise NotImplementedError
+
+    def __rich__(self) -> Report:
+        return self.view()
+
+    def _repr_html_(self) -> str:
+        return self.view().to_html()
+
+    @property
+    def runs(self) -> Mapping[str, Any]:
+        """Runs planned whose timelines, memory and links the page shows, by name."""
+        return {}
+
+    def report(self, path: str | Path) -> Path:
+        """Write the result as one HTML file that needs no network, and return its path.
+
+        Parameters
+        ----------
+        path : path
+            HTML file to write.
+
+        Raises
+        ------
+        ZosimError
+            If the file cannot be written.
+        """
+        # By the facade: what stands below knows nothing of pages.
+        written: Path = import_module("zosim").write_report(self, output=path)
+        return written
 
 
 Element = str | Table | Bullets | Code | Picture | Report

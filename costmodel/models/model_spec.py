@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from costmodel.formats import StorageFormat
 from costmodel.formats.stored_quantization import StoredQuantization
@@ -242,7 +242,7 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: str = Field(max_length=255)  # as that of a file
     family: str
     num_blocks: Blocks
     hidden_size: Extent

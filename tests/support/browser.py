@@ -69,7 +69,11 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._call(
+            "Emulation.setEmulatedMedia",
+            media="",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         self._call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self._call("Page.navigate", url=file.as_uri())
         while self._read().get("method") != "Page.loadEventFired":
@@ -96,6 +100,10 @@ class Browser:
         """Press a key on what has the focus."""
         self._call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
         self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def print_media(self) -> None:
+        """Show the page as it is printed, until the next one is opened."""
+        self._call("Emulation.setEmulatedMedia", media="print")
 
     def photograph(self, file: Path) -> None:
         """Write what the whole page looks like as a PNG."""

@@ -144,7 +144,7 @@ def test_examples_make_steps_and_the_answer_says_what_they_compare_with():
 
 def test_an_explained_offer_names_what_of_its_host_is_assumed():
     instance = {"machines": "Standard_NC24ads_A100_v4", "count": 1, "simulate": 0, "explain": 1}
-    text = buy_for("opt-125m", seq=64, method="zo2", **instance).report().to_markdown()
+    text = buy_for("opt-125m", seq=64, method="zo2", **instance).view().to_markdown()
     assert "the bandwidth of dram0, 65.3 GB/s, is assumed" in text
 
 
@@ -168,8 +168,7 @@ def test_a_plan_shows_what_each_figure_decides():
     """The first forwards of a resident model are limited by memory or products: halved they slow it, doubled they do not."""
     requested = {"batch": 2, "seq": 128, "method": "mezo"}
     decision = zosim.plan("opt-125m", "h200-1x", **requested)
-    config = set_in(model=read_model_spec("opt-125m"), batch=2, seq=128, method="mezo")
-    found = {effect.figure: effect for effect in plan_effects(decision, config)}
+    found = {effect.figure: effect for effect in plan_effects(decision)}
     memory = found["memory bandwidth of NVIDIA H200"]
     assert memory.doubled.times <= 1 <= memory.halved.times
     assert found["memory of NVIDIA H200"].doubled.times == 1
@@ -558,7 +557,7 @@ def test_what_a_function_cannot_take_is_said(wrong, complaint):
 
 def test_the_heads_of_the_tables_fit_in_eighty_columns():
     answer = buy_for("opt-125m", seq=64, machines="h200-1x", count=1, explain=0, simulate=0, deadline="9h")
-    costs, placements = (part for part in answer.report().elements if isinstance(part, Table))
+    costs, placements = (part for part in answer.view().elements if isinstance(part, Table))
     for table in (costs, placements):
         # A border and two spaces for each column.
         assert sum(len(head) + 3 for head in table.columns) < 80

@@ -117,8 +117,8 @@ def test_a_comparison_can_be_read_and_parsed():
     data = json.loads(found.to_json())
     assert data["step_error"] == pytest.approx(-0.1)
     assert data["labels"][0]["error"] is None
-    assert "zosim calibrate" not in found.report().to_markdown()
-    assert "data-sheet figures" in replace(found, is_calibrated=False).report().to_markdown()
+    assert "zosim calibrate" not in found.view().to_markdown()
+    assert "data-sheet figures" in replace(found, is_calibrated=False).view().to_markdown()
 
 
 def test_a_run_that_found_its_core_slow_shows_what_is_predicted_there():

@@ -210,9 +210,9 @@ def test_a_reader_zooms_hovers_searches_and_follows_what_was_waited_for(
     )
     assert chromium.evaluate("timeline.high - timeline.low") < wide
     x, name, index = chromium.evaluate(span)
-    chromium.mouse("mouseMoved", box[0] + x, box[1] + 10)
+    chromium.mouse("mouseMoved", box[0] + x, box[1] + chromium.evaluate("timeline.tops[0]") + 5)
     assert name in chromium.evaluate("timeline.tip.textContent")
-    chromium.click(box[0] + x, box[1] + 10)
+    chromium.click(box[0] + x, box[1] + chromium.evaluate("timeline.tops[0]") + 5)
     details = chromium.evaluate("timeline.details.textContent")
     assert name in details
     assert "waited for" in details
@@ -243,6 +243,10 @@ def test_a_page_reads_on_a_phone_and_without_scripts(
     chromium.open(file, width=400)
     assert chromium.evaluate("document.documentElement.scrollWidth") <= 400
     assert chromium.evaluate("document.querySelector('.picture').offsetHeight") == 0
+    chromium.print_media()
+    assert chromium.evaluate(
+        "[...document.querySelectorAll('details')].every((numbers) => numbers.offsetHeight > 2 * numbers.firstChild.offsetHeight)"
+    )
     chromium.open(file, scripts=False)
     chromium.photograph(tmp_path / "plain.png")
     assert chromium.evaluate("document.querySelectorAll('canvas').length") == 0

@@ -51,6 +51,12 @@ def test_results_show_a_table_and_a_small_picture(decision, comparison, tmp_path
         assert len(html) < 200_000
 
 
+def test_results_write_a_page(decision, comparison, tmp_path):
+    for name, shown in (("Predicted and measured", comparison), ("opt-125m", decision.chosen.planned)):
+        page = shown.report(tmp_path / "page.html").read_text()
+        assert f"<h1>{name}</h1>" in page
+
+
 def test_names_of_others_are_escaped(decision, comparison, tmp_path):
     folder = tmp_path / HOSTILE
     folder.mkdir()

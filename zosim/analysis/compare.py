@@ -21,7 +21,7 @@ from topology.units import format_count
 from zosim.analysis.critical_path import CriticalPath, PathSegment, bottleneck, step_path
 from zosim.program import Program
 from zosim.program.instructions import Space
-from zosim.report import Report, Table, frame
+from zosim.report import Report, Reportable, Table, frame
 from zosim.timeline import Span, Timeline
 
 _MS = 1e3
@@ -76,7 +76,7 @@ class AtSlowdown:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class Comparison(Reportable):
     """A predicted and a measured timeline of one program, joined.
 
     Attributes
@@ -102,6 +102,8 @@ class Comparison:
     is_calibrated : bool
         Whether the prediction rests on measured rates, and not on data sheets.
     """
+
+    heading = "Predicted and measured"
 
     program: str
     rank: int
@@ -131,9 +133,6 @@ class Comparison:
                 row["error"] = line.error
         return json.dumps(data | {"step_error": self.step_error}, indent=2)
 
-    def __rich__(self) -> Report:
-        return self.report()
-
     def __repr__(self) -> str:
         predicted, measured = (
             f"{_ms(seconds)} ms" for seconds in (self.predicted_step_s, self.measured_step_s)
@@ -144,7 +143,7 @@ class Comparison:
         from zosim.analysis.pictures import bars_svg, with_picture
 
         rows = {line.name: (line.predicted_s or 0.0, line.measured_s or 0.0) for line in self.labels}
-        return with_picture(self.report(), bars_svg(rows, ("predicted", "measured")))
+        return with_picture(self.view(), bars_svg(rows, ("predicted", "measured")))
 
     def to_pandas(self) -> Any:
         """Return labels and instructions as a pandas frame, with seconds per step and errors."""
@@ -153,7 +152,7 @@ class Comparison:
         ]
         return frame({"of": of, **asdict(line), "error": line.error} for of, line in lines)
 
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return the comparison as people read it: the step, and what its error is made of."""
         columns: dict[str, Callable[[ComparedLine], str]] = {
             "label": lambda line: line.name,

@@ -107,6 +107,8 @@ def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
     marks: list[str] = []
     y = 4.0
     for name, timeline in timelines.items():
+        marks.append(_text(0, y + 11, name))
+        y += _ROW
         begin_s, end_s = lengths[name]
         shown = [span for span in timeline.spans if span.end_s > begin_s and span.start_s < end_s]
         colours = colour_of(sorted({span.label for span in shown}))
@@ -114,7 +116,7 @@ def timeline_svg(timelines: Mapping[str, Timeline]) -> str:
             {(span.rank, span.stream) for span in shown}, key=lambda row: (row[0], _STREAMS.index(row[1]))
         )
         for rank, stream in rows[:_MOST_ROWS]:
-            marks.append(_text(0, y + 11, f"{name}, {rank} {stream}"))
+            marks.append(_text(0, y + 11, f"{rank} {stream}"))
             before: tuple[float, str] | None = None
             for span in shown:
                 if (span.rank, span.stream) != (rank, stream):
@@ -199,18 +201,28 @@ def with_picture(report: Report, svg: str) -> str:
 
 
 def scatter_svg(points: Sequence[tuple[str, float, float, bool]], across: str, up: str) -> str:
-    """Return named points (name, x, y, whether it stands out) with logarithmic axes; names are titles of the marks."""
+    """Return named points (name, bytes, seconds, whether it is chosen) with logarithmic axes; names are titles of the marks."""
     from math import log10
 
     height, bottom = 260.0, 230.0
     xs, ys = [log10(x) for _, x, _, _ in points], [log10(y) for _, _, y, _ in points]
     x_scale = (_WIDTH - _LEFT - 30) / ((max(xs) - min(xs)) or 1.0)
     y_scale = (bottom - 20) / ((max(ys) - min(ys)) or 1.0)
-    marks = [_text(0, 14, up), _text(_WIDTH / 2, height, across)]
-    for (name, _, _, stands_out), x, y in zip(points, xs, ys, strict=True):
-        colour, radius = ("#d55e00", 6) if stands_out else ("#0072b2", 3.5)
+    sizes, times = [size for _, size, _, _ in points], [seconds for _, _, seconds, _ in points]
+    marks = [
+        _text(0, 10, f"{up} {format_seconds(max(times))}"),
+        _text(0, bottom, format_seconds(min(times))),
+        _text(_LEFT, height - 4, format_bytes(round(min(sizes)))),
+        _text(_WIDTH / 2, height - 4, across),
+        _text(_WIDTH - 90, height - 4, format_bytes(round(max(sizes)))),
+    ]
+    for (name, _, _, is_chosen), x, y in zip(points, xs, ys, strict=True):
+        colour, radius = ("#d55e00", 6) if is_chosen else ("#0072b2", 3.5)
+        at_x, at_y = _LEFT + (x - min(xs)) * x_scale, bottom - (y - min(ys)) * y_scale
+        if is_chosen:
+            marks.append(_text(at_x + 10, at_y + 4, "chosen"))
         marks.append(
-            f'<circle cx="{_LEFT + (x - min(xs)) * x_scale:.1f}" cy="{bottom - (y - min(ys)) * y_scale:.1f}" r="{radius}" '
+            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="{radius}" '
             f'fill="{colour}" fill-opacity="0.75"><title>{escape(one_line(name))}</title></circle>'
         )
     return _svg(_WIDTH, height, marks, f"{up} against {across}, logarithmic")

@@ -13,7 +13,7 @@ from zosim.analysis.compare import Key, instruction_of, median_seconds, path_sec
 from zosim.analysis.critical_path import CriticalPath, bottleneck, step_path
 from zosim.planning.predict import PlannedRun, link_bytes
 from zosim.program.instructions import Space
-from zosim.report import Report, Table
+from zosim.report import Report, Reportable, Table
 from zosim.timeline import Timeline
 
 _NUM_INSTRUCTIONS = 10
@@ -86,8 +86,10 @@ class DifferenceRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Differences:
+class Differences(Reportable):
     """Sides, and in what they differ. The last one is what the others are held against."""
+
+    heading = "Differences"
 
     sides: tuple[ComparedSide, ...]
 
@@ -139,13 +141,12 @@ class Differences:
         times = ", ".join(f"{side.name} {format_seconds(side.step_time_s)}" for side in self.sides)
         return f"Differences({times})"
 
-    def __rich__(self) -> Report:
-        return self.report()
+    @property
+    def runs(self) -> Mapping[str, PlannedRun]:
+        """Plans of the predicted sides, by name."""
+        return {side.name: side.planned for side in self.sides if side.measured is None}
 
-    def _repr_html_(self) -> str:
-        return self.report().to_html()
-
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return what differs: the step, links, memory, labels and instructions."""
         sides, last = self.sides, self.sides[-1]
         names = [side.name for side in sides]

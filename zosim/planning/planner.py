@@ -35,7 +35,7 @@ from zosim.planning.split_search import Costs, in_chunks
 from zosim.planning.variants import Variants, chunks, placements, shapes
 from zosim.plans import AXES, INSIDE, Mesh, Plan, Residency, fields_of
 from zosim.program.validate_set import validate_set
-from zosim.report import frame
+from zosim.report import Reportable, frame
 from zosim.simulators.assembly import without_garbage_collection
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Guarantee:
 class Compared(Protocol):
     """A plan held against other ways to tune the model."""
 
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return both as people read it."""
         ...
 
@@ -178,7 +178,7 @@ class Compared(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Decision:
+class Decision(Reportable):
     """The planner's answer.
 
     Attributes
@@ -216,11 +216,17 @@ class Decision:
         step = format_seconds(self.chosen.seconds)
         return f"Decision({plan.model.name}: {self.chosen.describe()} on {where} of {plan.placement.topology}, {step} a step, {size})"
 
+    def view(self) -> Report:
+        """Return the candidates, the prediction of the best, the reasons, and what it is held against."""
+        from zosim.planning.views import decision_view
+
+        return decision_view(self)
+
     def _repr_html_(self) -> str:
         from zosim.analysis.pictures import with_picture
-        from zosim.planning.views import candidates_svg, decision_view
+        from zosim.planning.views import candidates_svg
 
-        return with_picture(decision_view(self), candidates_svg(self))
+        return with_picture(self.view(), candidates_svg(self))
 
     def to_pandas(self) -> Any:
         """Return all candidates as a pandas frame, the chosen one first."""

@@ -26,7 +26,7 @@ from zosim.plans import Plan
 from zosim.program import Program
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
-from zosim.report import Report, Table, frame
+from zosim.report import Report, Reportable, Table, frame
 from zosim.simulators import Simulator
 from zosim.simulators.closed_form import step_time_of
 from zosim.simulators.fold import fold
@@ -124,7 +124,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, repr=False)
-class PlannedRun:
+class PlannedRun(Reportable):
     """A plan on the hardware that it is predicted for, with its programs.
 
     Attributes
@@ -160,12 +160,17 @@ class PlannedRun:
     def __repr__(self) -> str:
         return f"PlannedRun({self.plan.model.name}: {self.plan.method} on {self.topology.name}, {self.prediction.interval})"
 
-    def _repr_html_(self) -> str:
-        from zosim.analysis.pictures import timeline_svg, with_picture
+    def view(self) -> Report:
+        """Return the prediction, and what several ranks cost each other."""
         from zosim.planning.views import simulation_view
 
+        return simulation_view(self)
+
+    def _repr_html_(self) -> str:
+        from zosim.analysis.pictures import timeline_svg, with_picture
+
         timeline = self.timeline_of(self.prediction.slowest_rank)
-        return with_picture(simulation_view(self), timeline_svg({"predicted": timeline}))
+        return with_picture(self.view(), timeline_svg({"predicted": timeline}))
 
     def to_pandas(self) -> Any:
         """Return the spans of the slowest rank's timeline as a pandas frame."""

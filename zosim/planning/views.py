@@ -17,7 +17,7 @@ from zosim.planning.pipelining import about_stages, pipelining
 from zosim.planning.planner import Candidate, Decision, pareto_front
 from zosim.planning.predict import PlannedRun, Prediction
 from zosim.plans import Plan
-from zosim.report import Bullets, Report, Table
+from zosim.report import Bullets, Report, Reportable, Table
 
 _NUM_SHARED = 3
 # A resource that is busy for less holds nobody up.
@@ -32,7 +32,7 @@ def decision_view(decision: Decision) -> Report:
     """Return a decision: the candidates, the prediction of the best, the reasons, and what it is held against."""
     prediction = prediction_view(decision.chosen.planned)
     view = Report("", *_candidates(decision), prediction, Bullets(decision.reasons))
-    return view if decision.compared is None else Report("", view, decision.compared.report())
+    return view if decision.compared is None else Report("", view, decision.compared.view())
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:
@@ -127,11 +127,18 @@ def simulation_view(planned: PlannedRun) -> Report:
 
 
 @dataclass(frozen=True)
-class PlanComparison:
+class PlanComparison(Reportable):
     """What two plans are predicted to do, side by side."""
+
+    heading = "Two plans"
 
     first: PlannedRun
     second: PlannedRun
+
+    @property
+    def runs(self) -> dict[str, PlannedRun]:
+        """Both plans."""
+        return {"first": self.first, "second": self.second}
 
     def to_json(self) -> str:
         """Return both predictions, and the second's figures over the first's."""
@@ -145,15 +152,13 @@ class PlanComparison:
             to_jsonable_python({"first": first, "second": second, "second_over_first": ratios}), indent=2
         )
 
-    def __rich__(self) -> Table:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return Report("", self.table()).to_html()
+    def view(self) -> Report:
+        """Return the table."""
+        return Report("", self.table())
 
     def table(self) -> Table:
         """Return the predictions as columns, and the second over the first."""
-        return side_by_side({"first": self.first, "second": self.second}, ratio="second / first")
+        return side_by_side(self.runs, ratio="second / first")
 
 
 def side_by_side(runs: Mapping[str, PlannedRun], ratio: str = "") -> Table:

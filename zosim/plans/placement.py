@@ -28,7 +28,7 @@ class Placement(Axis):
         Host of each rank's device, in rank order; empty if all are on one.
     """
 
-    topology: Annotated[str, Setting(help="Set by --hardware.")]
+    topology: Annotated[str, Field(max_length=4096), Setting(help="Set by --hardware.")]
     devices: Annotated[tuple[str, ...], Field(min_length=1), Setting(help="Set by --device and --ranks.")]
     hosts: Annotated[tuple[str, ...], Setting(help="Set by the topology.")] = ()
 

@@ -36,15 +36,17 @@ from zosim.config import PlanConfig, filled, merge
 from zosim.options import config_of, takes_earlier_names
 from zosim.planning.explain import about_host_memory
 from zosim.planning.split_options import model_spec, split_options_of
-from zosim.report import Bullets, Element, Report, Table
+from zosim.report import Bullets, Element, Report, Reportable, Table
 
 JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
 """Options of a plan that a job has."""
 
 
 @dataclass(frozen=True, repr=False)
-class Answer:
+class Answer(Reportable):
     """What a job costs where, and what would change that."""
+
+    heading = "What to buy"
 
     market: Market
     offers: tuple[Offer, ...]  # best first
@@ -65,10 +67,7 @@ class Answer:
         money = f"{plain(best.cost.money.value)} {self.market.prices.currency}"
         return f"Answer({job}: {best.machine.name}, {best.cost.terms}, {plain(best.cost.hours.value)} h, {money})"
 
-    def _repr_html_(self) -> str:
-        return self.report().to_html()
-
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return offers, what is none, and what would change the answer."""
         elements: list[Element] = [Bullets(self.sentences())]
         if self.offers:

@@ -154,10 +154,8 @@ def buy(
     )
     _describe_prices(answer.market.prices, {offer.machine.name for offer in answer.offers})
     if report is not None:
-        from zosim.applications.html_report.page import ReportPage
-
-        stderr.print(f"wrote {ReportPage('What to buy', (), [answer.report()]).save(report)}")
-    emit(answer.to_data(), json=as_json, text=answer.report())
+        stderr.print(f"wrote {answer.report(report)}")
+    emit(answer.to_data(), json=as_json, text=answer.view())
 
 
 def _describe_prices(table: PriceTable, names: Collection[str]) -> None:

@@ -16,11 +16,10 @@ from topology.units import format_bytes
 from zosim.analysis.levers import Lever
 from zosim.applications.buying.machine import Job, PricedMachine
 from zosim.applications.buying.offers import Market, Offer
-from zosim.config import PlanConfig
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
 from zosim.planning.planner import Candidate, Decision, candidates
-from zosim.report import Table
+from zosim.report import Bullets, Report, Table
 
 _DIGITS = 3
 NEAR = 0.025
@@ -140,14 +139,20 @@ def _changed(job: Job, machine: PricedMachine, lever: Lever, factor: float, now:
     )
 
 
-def plan_effects(decision: Decision, config: PlanConfig) -> tuple[Effect, ...]:
+def effects_view(decision: Decision, effects: Sequence[Effect]) -> Report:
+    """Return what would change a decision: figures of its machine, and plans that are nearly as fast."""
+    table = effects_table("a step with one figure changed", effects, ranks=False)
+    return Report("", table, Bullets(near_ties(decision)))
+
+
+def plan_effects(decision: Decision) -> tuple[Effect, ...]:
     """Return what each figure of a plan's machine decides, those that decide most first; data sheets stand for all rates."""
     chosen, topology = decision.chosen, decision.chosen.planned.topology
     size = chosen.plan.placement.world_size
     listed = (chosen, *decision.others, *decision.rejected)
     step_s = Range.exactly(chosen.seconds)
     machine = PricedMachine(chosen.plan.placement.topology, topology, size, size, (), listed, step_s)
-    job = Job(config, 1)
+    job = Job(decision.request.config, 1)
     now = _altered(job, machine, topology)
     if now is None:
         return ()

@@ -70,7 +70,7 @@ def check_file(
         "measured_inside_interval": inside,
     }
     shown = Table(("statement", "in the file", "made again", ""), rows)
-    emit(data, json=as_json, text=Report("", shown, comparison.report(), verdict))
+    emit(data, json=as_json, text=Report("", shown, comparison.view(), verdict))
     if not data["holds"]:
         made_by = evidence.versions.get("zosim", "another version")
         stderr.print(f"made by zosim {made_by}; another version may predict differently")

@@ -182,7 +182,7 @@ class OrderChoice:
             f"and takes {FEWEST_TIMES} to {MOST_TIMES} times as many in published runs."
         )
 
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return the table, the sentence that decides, and what the figures are."""
         return Report("", self._table(), Bullets(self._remarks()))
 

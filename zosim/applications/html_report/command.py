@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from zosim.console import stderr
 from zosim.options import Hardware, Profile, Threads, with_settings
 from zosim.plans import Plan
-from zosim.report import Report
-
-if TYPE_CHECKING:
-    from zosim.planning.planner import Decision
-    from zosim.planning.predict import PlannedRun
+from zosim.report import Reportable
 
 
 def write_report(
-    *sources: Decision | PlannedRun | Plan | str | Path,
+    *sources: Reportable | Plan | str | Path,
     output: str | Path,
     hardware: Hardware = None,
     profile: Profile = None,
     threads: Threads = None,
-    sections: Sequence[Report] = (),
 ) -> Path:
-    """Write plans and runs as one HTML file that needs no network, and return its path.
+    """Write plans, runs and other results as one HTML file that needs no network, and return its path.
 
     Parameters
     ----------
-    *sources : Decision, PlannedRun, Plan or path
-        Plans, their files, and directories of runs; later ones are held against the first.
+    *sources : Decision, PlannedRun, Plan, path, or another result
+        Plans, their files, and directories of runs; later ones are held against the first. Of a decision the page shows
+        the other candidates, what would change it, and whether first order is the better choice. Another result is what
+        :func:`zosim.compare`, :func:`zosim.buy` or :func:`zosim.whatif` returns.
     output : path
         HTML file to write.
     hardware, profile, threads
         As for :func:`zosim.simulate`.
-    sections : sequence of Report
-        What else there is to say of a decision, such as the comparison with first-order recipes.
 
     Raises
     ------
@@ -52,12 +46,17 @@ def write_report(
     """
     from zosim.applications.html_report.compose import Reported, page_of
     from zosim.planning.planner import Decision
+    from zosim.planning.predict import PlannedRun
 
-    reported = [
-        Reported.of(source, hardware=hardware, profile=profile, threads=threads) for source in sources
-    ]
+    reported, results = [], []
+    for source in sources:
+        if isinstance(source, Reportable) and not isinstance(source, Decision | PlannedRun):
+            results.append(source)
+            reported += [Reported(name, planned) for name, planned in source.runs.items()]
+        else:
+            reported.append(Reported.of(source, hardware=hardware, profile=profile, threads=threads))
     decision = next((source for source in sources if isinstance(source, Decision)), None)
-    return page_of(reported, decision, sections).save(output)
+    return page_of(reported, decision, results).save(output)
 
 
 @with_settings(None, like=write_report)

@@ -17,6 +17,8 @@ from zosim import api
 from zosim.analysis.compare import Comparison, slowest_rank
 from zosim.analysis.critical_path import step_path
 from zosim.analysis.pictures import Chart, chart_svg, timeline_svg, topology_svg
+from zosim.applications.buying.sensitivity import effects_view, plan_effects
+from zosim.applications.first_order.choice import choose_order
 from zosim.applications.html_report.columns import aligned_at_s, timeline_columns
 from zosim.applications.html_report.page import Illustration, ReportPage
 from zosim.planning.planner import Decision
@@ -24,7 +26,7 @@ from zosim.planning.predict import PlannedRun, busy_shares
 from zosim.planning.views import PlanComparison, candidates_svg, decision_view, simulation_view
 from zosim.plans import Plan
 from zosim.program.instructions import Space
-from zosim.report import Report, Table
+from zosim.report import Bullets, Report, Reportable, Table
 from zosim.timeline import Timeline
 
 MAX_LOG_BYTES = 2**30
@@ -101,18 +103,19 @@ _MOST_ROWS = 40
 
 
 def page_of(
-    reported: Sequence[Reported], decision: Decision | None = None, sections: Sequence[Report] = ()
+    reported: Sequence[Reported], decision: Decision | None = None, results: Sequence[Reportable] = ()
 ) -> ReportPage:
     """Return the page of plans and runs.
 
-    - `decision`: of which the first is the choice: its candidates, a scatter of these, and its reasons are shown, too.
-    - `sections`: that stand behind the reasons.
+    - `decision`: of which the first is the choice: its candidates, a scatter of these, its reasons, and what would change it
+      are shown, too.
+    - `results`: that are no single plan or run, such as an answer what to buy.
 
     Raises ZosimError if a run's files are damaged or of another program.
     """
     several = len(reported) > 1
     page = ReportPage(
-        " and ".join(item.name for item in reported),
+        " and ".join([result.heading for result in results] or [item.name for item in reported]),
         [sentence for item in reported for sentence in _answer(item, several)],
     )
     if decision is not None:
@@ -120,18 +123,27 @@ def page_of(
             Report("Why this plan", *decision_view(replace(decision, compared=None)).elements)
         )
         page.elements += _front(decision)
-    page.elements += sections
-    if decision is not None and decision.compared is not None:
-        page.elements.append(Report("Zeroth or first order", *decision.compared.report().elements))
+        changes = effects_view(decision, plan_effects(decision))
+        page.elements.append(Report("What would change it", *changes.elements))
+        compared = decision.compared or choose_order(decision)
+        page.elements.append(Report("Zeroth or first order", *compared.view().elements))
+    for result in results:
+        first, *others = result.view().elements
+        if isinstance(first, Bullets) and not reported:
+            page.answer.extend(first.items)
+        else:
+            others.insert(0, first)
+        page.elements.append(Report(result.heading if reported else "", *others))
     for item in reported[1:]:
-        if item.planned.plan != reported[0].planned.plan:
+        if item.planned.plan != reported[0].planned.plan and not results:
             table = PlanComparison(reported[0].planned, item.planned).table()
             page.elements.append(Report(f"{item.name} against {reported[0].name}", table))
     for item in reported:
         if item.comparison is not None:
             heading = f"{item.name}: predicted and measured" if several else "Predicted and measured"
-            page.elements.append(Report(heading, item.comparison.report()))
-    _add_timelines(page, reported)
+            page.elements.append(Report(heading, item.comparison.view()))
+    if reported:
+        _add_timelines(page, reported)
     for number, item in enumerate(reported):
         if several or decision is None:
             page.elements.append(
@@ -194,7 +206,8 @@ def _front(decision: Decision) -> Iterator[Illustration]:
 def _add_timelines(page: ReportPage, reported: Sequence[Reported]) -> None:
     shown: dict[str, tuple[Timeline, PlannedRun, int]] = {}
     for item in reported:
-        name = f"{item.name}, " if len(reported) > 1 else ""
+        # What it is stands first: the end of a long name is cut off.
+        name = f": {item.name}" if len(reported) > 1 else ""
         predicted = item.planned.timeline_of(item.rank)
         if item.measured is not None and len(predicted.spans) < _MOST_PREDICTED_SPANS:
             # As many steps as were measured, while they are few enough to look at.
@@ -202,9 +215,9 @@ def _add_timelines(page: ReportPage, reported: Sequence[Reported]) -> None:
             num_steps = min(item.measured.num_steps, _MOST_PREDICTED_SPANS // per_step)
             rank = None if item.rank in item.planned.timeline.ranks else item.rank
             predicted = item.planned.simulated(num_steps=max(1, num_steps), rank=rank).expanded()
-        shown[f"{name}predicted"] = predicted, item.planned, item.rank
+        shown[f"predicted{name}"] = predicted, item.planned, item.rank
         if item.measured is not None:
-            shown[f"{name}measured"] = item.measured, item.planned, item.rank
+            shown[f"measured{name}"] = item.measured, item.planned, item.rank
     timelines = {name: timeline for name, (timeline, _, _) in shown.items()}
     page.step_s = max(timeline.step_time_s for timeline in timelines.values())
     page.timelines += [

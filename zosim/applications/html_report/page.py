@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -37,7 +37,7 @@ class ReportPage:
     """What a page shows, in order."""
 
     title: str
-    answer: Sequence[str]
+    answer: list[str] = field(default_factory=list)
     elements: list[Report | Illustration] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
     # memory, curves: of which memory shares the timeline's axis.
@@ -67,7 +67,8 @@ class ReportPage:
         # A name that ends the block, or begins a comment, would be markup.
         block = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         title = escape(one_line(self.title))
-        answer = "".join(f"<p>{escape(one_line(sentence))}</p>" for sentence in self.answer)
+        sentences = "".join(f"<p>{escape(one_line(sentence))}</p>" for sentence in self.answer)
+        answer = f'<section class="answer">{sentences}</section>' if sentences else ""
         body = "\n".join(self._elements())
         return (
             "<!DOCTYPE html>\n"
@@ -75,7 +76,7 @@ class ReportPage:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
             f"<title>{title}</title><style>{style}</style></head>\n"
-            f'<body><main><h1>{title}</h1><section class="answer">{answer}</section>\n{body}\n</main>\n'
+            f"<body><main><h1>{title}</h1>{answer}\n{body}\n</main>\n"
             f'<script type="application/json" id="data">{block}</script>\n'
             + "".join(f"<script>{script}</script>\n" for script in scripts)
             + "</body></html>\n"
@@ -99,15 +100,16 @@ class ReportPage:
             if isinstance(element, Report):
                 yield f"<section>{report_html(element)}</section>"
                 continue
+            title = escape(one_line(element.title))
             numbers = (
                 ""
                 if element.numbers is None
-                else f"<details><summary>the same in numbers</summary>{report_html(element.numbers)}</details>"
+                else f'<details><summary aria-label="{title} in numbers">the same in numbers</summary>{report_html(element.numbers)}</details>'
             )
             root = f' id="{element.root}"' if element.root else ""
             kept = "" if element.root else " stays"
             yield (
-                f"<section><h2>{escape(one_line(element.title))}</h2><figure{root}></figure>"
+                f"<section><h2>{title}</h2><figure{root}></figure>"
                 f'<div class="picture{kept}">{element.svg}</div>{numbers}</section>'
             )
 

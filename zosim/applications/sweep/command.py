@@ -83,7 +83,7 @@ def sweep(
         on_progress=_Reporter(),
     )
     stderr.print(f"wrote {outcome.output}", soft_wrap=True)
-    emit(outcome.to_data(), json=as_json, text=outcome.report())
+    emit(outcome.to_data(), json=as_json, text=outcome.view())
 
 
 class _Reporter:

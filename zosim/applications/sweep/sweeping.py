@@ -96,7 +96,7 @@ class SweepOutcome:
             "fastest": [{**row.inputs, **_figures(row.outcome), "key": row.key} for row in self.fastest],
         }
 
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return the counts, and the fastest."""
         failed = ", ".join(f"{count} {name}" for name, count in self.errors)
         counts = (

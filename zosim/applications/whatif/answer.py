@@ -31,15 +31,17 @@ from zosim.planning.split_options import SplitModel, SplitOptions
 from zosim.planning.views import prediction_data, side_by_side
 from zosim.plans import Plan
 from zosim.plans.setting import fields_of
-from zosim.report import Bullets, Report, Table
+from zosim.report import Bullets, Report, Reportable, Table
 
 Scope = Literal["type", "each", "none"]
 """Figures to derive by: of all links and devices of one type together, of each of them, or none."""
 
 
 @dataclass(frozen=True, repr=False)
-class WhatIf:
+class WhatIf(Reportable):
     """A plan on a changed machine."""
+
+    heading = "What the change costs"
 
     changes: tuple[str, ...]
     before: PlannedRun  # the plan on the machine as it was
@@ -69,9 +71,6 @@ class WhatIf:
         times = [format_seconds(run.step_time_s) for run in self.runs.values()]
         return f"WhatIf({', '.join(self.changes) or 'nothing changed'}: {' -> '.join(times)} a step)"
 
-    def _repr_html_(self) -> str:
-        return self.report().to_html()
-
     @property
     def runs(self) -> dict[str, PlannedRun]:
         """Predictions by what they are of, as far as they run."""
@@ -82,7 +81,7 @@ class WhatIf:
             runs["planned anew"] = self.replanned.chosen.planned
         return runs
 
-    def report(self) -> Report:
+    def view(self) -> Report:
         """Return the predictions side by side, what they differ in, and what the step depends on."""
         return Report("", side_by_side(self.runs), Bullets(self._sentences()), self._derivatives_table())
 

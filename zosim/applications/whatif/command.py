@@ -11,7 +11,6 @@ from zosim.applications.whatif.answer import whatif as answer_for
 from zosim.config import PlanConfig
 from zosim.console import emit, stderr
 from zosim.options import Hardware, Json, PlanFile, ProfileFile, ReportFile, Threads, with_settings
-from zosim.report import Report
 
 
 @with_settings(PlanConfig, only=LIMITS)
@@ -63,9 +62,5 @@ def whatif(
         **limits,
     )
     if report is not None:
-        from zosim.applications.html_report.compose import Reported, page_of
-
-        reported = [Reported(name, planned) for name, planned in answer.runs.items()]
-        page = page_of(reported, sections=[Report("What the change costs", *answer.report().elements)])
-        stderr.print(f"wrote {page.save(report)}", soft_wrap=True)
-    emit(answer.to_data() if as_json else None, json=as_json, text=answer.report())
+        stderr.print(f"wrote {answer.report(report)}", soft_wrap=True)
+    emit(answer.to_data() if as_json else None, json=as_json, text=answer.view())

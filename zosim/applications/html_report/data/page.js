@@ -54,6 +54,13 @@ async function unpacked(timeline) {
   return made;
 }
 
+// A text, or as much of its beginning as has space.
+function fitting(pen, text, width) {
+  let length = Math.min(text.length, 300);
+  while (length > 1 && pen.measureText(text.slice(0, length)).width > width) length -= 1;
+  return length < text.length ? `${text.slice(0, length)}…` : text;
+}
+
 // First index whose value is more than `bound`.
 function after(values, bound) {
   let low = 0, high = values.length;
@@ -65,6 +72,8 @@ function after(values, bound) {
   return low;
 }
 
+const HEADING = 18;
+
 class TimelineChart {
   constructor(root, rows, memory) {
     Object.assign(this, { root, rows, memory, hover: null, chosen: null, query: "", found: [], at: -1 });
@@ -72,6 +81,10 @@ class TimelineChart {
     this.last = Math.max(...rows.filter((row) => row.end.length).map((row) => row.end[row.end.length - 1]));
     [this.low, this.high] = [this.first, this.last];
     this.rowHeight = rows.length > 40 ? 12 : 20;
+    // Rows of a timeline stand under its name.
+    this.headings = rows.flatMap((row, number) => (!number || rows[number - 1].label !== row.label ? [number] : []));
+    this.tops = rows.map((_, number) => 4 + number * this.rowHeight + HEADING * this.headings.filter((first) => first <= number).length);
+    this.height = 28 + rows.length * this.rowHeight + HEADING * this.headings.length;
     this.build();
     this.resize();
     new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
@@ -88,8 +101,8 @@ class TimelineChart {
     this.search.addEventListener("input", () => this.find(this.search.value));
     this.search.addEventListener("keydown", (event) => event.key === "Enter" && this.next(event.shiftKey ? -1 : 1));
     this.count = $("output", { class: "count" });
-    this.canvas = $("canvas", { tabindex: "0", role: "img",
-      "aria-label": "timeline of all ranks and streams; its numbers are in the table below. Keys: plus and minus zoom, arrows pan, 0 shows all" });
+    this.canvas = $("canvas", { tabindex: "0", role: "application",
+      "aria-label": "timeline of all ranks and streams; its numbers are in the table below. Keys: plus and minus zoom, arrows pan, 0 shows all; Enter in the search goes to the next instruction found" });
     this.tip = $("div", { class: "tip", hidden: "" });
     this.details = $("div", { class: "details", "aria-live": "polite" }, "Click a bar to see what it waited for and what it cost.");
     const colours = new Map(this.rows.flatMap((row) => row.timeline.instruction_table.map((known) => [known.label, known.colour])));
@@ -170,8 +183,8 @@ class TimelineChart {
   }
 
   hit(x, y) {
-    const row = this.rows[Math.floor((y - 4) / this.rowHeight)];
-    if (!row || x < this.margin) return null;
+    const row = this.rows[after(this.tops, y) - 1];
+    if (!row || x < this.margin || y >= this.tops[this.rows.indexOf(row)] + this.rowHeight) return null;
     const pixel = (this.high - this.low) / this.width;
     const index = after(row.end, this.time(x) - 2 * pixel);
     return index < row.start.length && row.start[index] <= this.time(x) + 2 * pixel ? { row, index } : null;
@@ -275,7 +288,6 @@ class TimelineChart {
 
   resize() {
     const ratio = devicePixelRatio || 1, width = this.canvas.parentElement.clientWidth;
-    this.height = this.rows.length * this.rowHeight + 28;
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(this.height * ratio);
     this.canvas.style.width = `${width}px`;
@@ -297,13 +309,16 @@ class TimelineChart {
     pen.fillRect(0, 0, width, this.height);
     this.painted = 0;
     this.rows.forEach((row, number) => {
-      const top = 4 + number * rowHeight;
+      const top = this.tops[number];
       pen.fillStyle = ink();
-      pen.font = `${Math.min(11, rowHeight - 1)}px system-ui, sans-serif`;
       pen.textBaseline = "middle";
-      pen.fillText(width < 600 ? row.short : `${row.label} ${row.name}`, 2, top + rowHeight / 2, margin - 6);
+      if (this.headings.includes(number)) {
+        pen.font = "bold 11px system-ui, sans-serif";
+        pen.fillText(fitting(pen, row.label, width - 20), 2, top - HEADING / 2);
+      }
+      pen.font = `${Math.min(11, rowHeight - 1)}px system-ui, sans-serif`;
+      pen.fillText(width < 600 ? row.name.replace("rank ", "") : row.name, 2, top + rowHeight / 2, margin - 6);
       this.paintRow(pen, row, top, rowHeight - 3);
-      if (number && this.rows[number - 1].label !== row.label) (pen.fillStyle = rule()), pen.fillRect(0, top - 2, width, 1);
     });
     this.paintAxis(pen, width);
     if (this.cursor != null) {
@@ -389,6 +404,8 @@ function lines(root, chart, height) {
     width: root.clientWidth, height, series: [{ label: chart.across_name, value: (_, value) => (value == null ? "" : across(value)) }, ...order.map((at) => series[at])],
     scales: { x: { time: false }, ...(stacked ? { y: { range: (_, low, high) => [0, 1.05 * high || 1] } } : {}) }, axes: [axis(across, 40), axis(format, 76, powers)], legend: { live: true },
   }, [columns[0], ...order.map((at) => columns[at + 1])], root);
+  root.setAttribute("role", "img");
+  root.setAttribute("aria-label", `${chart.title}; its numbers are in the table below`);
   new ResizeObserver(() => made.setSize({ width: root.clientWidth, height })).observe(root);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => made.redraw());
   return made;
@@ -401,11 +418,12 @@ async function begin() {
   let timeline = null;
   if (data.timelines?.length) {
     const rows = (await Promise.all(data.timelines.map(unpacked))).flat();
-    for (const row of rows) row.short = row.name.replace("rank ", "");
     timeline = new TimelineChart(document.getElementById("timeline"), rows, memory);
     // Time 0 is where periodic steps begin: the first few are what most readers look for.
     timeline.view(-0.1 * data.step_s, 3 * data.step_s);
   }
+  // Keys scroll a table that is wider than the page.
+  for (const table of document.querySelectorAll(".wide")) if (table.scrollWidth > table.clientWidth) table.tabIndex = 0;
   document.documentElement.classList.add("drawn");
   return timeline;
 }
