@@ -20,17 +20,11 @@ def picture(
 ) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its axes, and write what was drawn when the block ends; matplotlib is imported here.
 
-    Parameters
-    ----------
-    path : path
-        Its ending says the format, such as ``.svg``.
-    num_rows, num_columns : int
-        Of axes; where both are 1, the axes themselves are yielded, otherwise an array as of ``pyplot.subplots``.
-    dpi : float, optional
-        Dots per inch of a bitmap.
-    layout : {"tight", "constrained"}
-    **options
-        Of ``pyplot.subplots``, such as ``figsize`` in inches and ``sharey``.
+    - `path`: Its ending says the format, such as ``.svg``.
+    - `num_rows`, `num_columns`: Of axes; where both are 1, the axes themselves are yielded, otherwise an array as of
+      ``pyplot.subplots``.
+    - `dpi`: Dots per inch of a bitmap.
+    - `**options`: Of ``pyplot.subplots``, such as ``figsize`` in inches and ``sharey``.
     """
     import matplotlib as mpl
 

@@ -88,10 +88,7 @@ def _answers(unit: Unit, file: Path | None, student: str | None) -> tuple[str, d
 def draw(unit: Unit, curve: tuple[tuple[float, float, float], ...], path: Path) -> None:
     """Write a student's curve beside the reference's as an SVG file.
 
-    Raises
-    ------
-    ZosimError
-        If the file cannot be written.
+    Raises ZosimError if the file cannot be written.
     """
     from zosim.analysis.pictures import Chart, chart_svg
 

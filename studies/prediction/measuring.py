@@ -147,11 +147,7 @@ def _take_turns(cases: Sequence[Case], topology: str, device: str) -> list[Measu
 class Turn:
     """A session of a case whose rounds others come between.
 
-    Attributes
-    ----------
-    case : Case
-    last_warm_s : float
-        What the last of the steps took that memory is observed in and caches are warmed by.
+    - `last_warm_s`: What the last of the steps took that memory is observed in and caches are warmed by.
     """
 
     def __init__(self, case: Case, topology: str, device: str) -> None:

@@ -81,13 +81,8 @@ def fit(cells: Sequence[Cell], paper: str, domain: Domain, *, start: Values | No
 
     Raises ProfileError if there is nothing to fit.
 
-    Parameters
-    ----------
-    cells : sequence of Cell
-        Those with a printed value count.
-    paper : {"ZO2", "DistZO2"}
-    start : mapping of str to float, optional
-        Constants near the optimum, where they are known; by default it is searched for from the prior.
+    - `cells`: Those with a printed value count.
+    - `start`: Constants near the optimum, where they are known; by default it is searched for from the prior.
     """
     known = tuple(cell for cell in cells if cell.value is not None)
     if not known:

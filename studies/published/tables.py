@@ -47,15 +47,9 @@ def tables_of(
 ) -> Iterator[Report]:
     """Yield a section for each printed table: published, predicted, 90 % interval, error and verdict of every cell.
 
-    Parameters
-    ----------
-    pairs : sequence of (PublishedRow, CellPrediction)
-    columns : sequence of str
-        Columns of the file that say which cell it is.
-    rules : mapping of str to str
-        Of :func:`rules_of`.
-    digits : int
-        That are significant in predictions.
+    - `columns`: Columns of the file that say which cell it is.
+    - `rules`: Of :func:`rules_of`.
+    - `digits`: That are significant in predictions.
     """
     headings = [*(_HEADINGS[name] for name in columns), "published", "predicted", "90 %", "error", "verdict"]
     for number in dict.fromkeys(row["table"] for row, _ in pairs):

@@ -16,14 +16,9 @@ from typing import Any
 class Case:
     """One input.
 
-    Attributes
-    ----------
-    files : mapping of str to bytes
-        Contents by path below the folder that the target is called in. These are changed.
-    argv : tuple of str
-        Arguments of a command.
-    kept : mapping of str to bytes
-        Files that the target needs beside them and that stay as they are.
+    - `files`: Contents by path below the folder that the target is called in. These are changed.
+    - `argv`: Arguments of a command.
+    - `kept`: Files that the target needs beside them and that stay as they are.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -67,19 +62,12 @@ def _as_bytes(stored: Mapping[str, str]) -> bytes:
 class Target:
     """A reader or a command.
 
-    Attributes
-    ----------
-    name : str
-        Unique; the corpus knows it by this name.
-    make_seeds : callable
-        Returns valid cases. It is called once in a process, before any case is made.
-    call : callable
-        Takes a case and the folder that holds its files, which is also the working directory. It may return, or raise
-        a ``ZosimError`` or a ``SystemExit``; anything else is a finding.
-    mutate : callable
-        Returns a broken case, from a generator and a valid one.
-    quick : int
-        Cases that the quick run takes.
+    - `name`: Unique; the corpus knows it by this name.
+    - `make_seeds`: Returns valid cases. It is called once in a process, before any case is made.
+    - `call`: Takes a case and the folder that holds its files, which is also the working directory. It may return, or raise a
+      ``ZosimError`` or a ``SystemExit``; anything else is a finding.
+    - `mutate`: Returns a broken case, from a generator and a valid one.
+    - `quick`: Cases that the quick run takes.
     """
 
     name: str

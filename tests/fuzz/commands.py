@@ -132,20 +132,12 @@ def command(
 ) -> Target:
     """Return a command as a target.
 
-    Parameters
-    ----------
-    words : str
-        The command, such as ``"topology show"``; what stands in brackets tells targets of one command apart.
-    arguments : str or sequence of str
-        What it is called with, to begin from; each of several makes a seed.
-    files, kept : callable
-        Return its files, those that are broken and those that are not.
-    checksummed : bool
-        Whether files state a digest, which is made to fit.
-    stop : callable
-        Called before the first case: takes the minutes of work out of a command, so that what reads its options and files
-        is left.
-    quick : int
+    - `words`: The command, such as ``"topology show"``; what stands in brackets tells targets of one command apart.
+    - `arguments`: What it is called with, to begin from; each of several makes a seed.
+    - `files`, `kept`: Return its files, those that are broken and those that are not.
+    - `checksummed`: Whether files state a digest, which is made to fit.
+    - `stop`: Called before the first case: takes the minutes of work out of a command, so that what reads its options and
+      files is left.
     """
     path = tuple(words.partition("(")[0].split())
 

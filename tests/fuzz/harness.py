@@ -49,16 +49,10 @@ FINE = ("accepted", "refused")
 class Outcome:
     """What came of a case.
 
-    Attributes
-    ----------
-    kind : str
-        ``accepted``, ``refused``, or a finding: ``traceback``, ``slow``, ``memory``, ``unclean`` (control characters in
-        what was printed), ``crash``, ``hang``.
-    where : str
-        Of a finding, the exception and the innermost line of the project's own code: findings that agree in it are one.
-    cpu_s : float
-    text : str
-        The traceback.
+    - `kind`: ``accepted``, ``refused``, or a finding: ``traceback``, ``slow``, ``memory``, ``unclean`` (control characters in
+      what was printed), ``crash``, ``hang``.
+    - `where`: Of a finding, the exception and the innermost line of the project's own code: findings that agree in it are one.
+    - `text`: The traceback.
     """
 
     kind: str
@@ -173,11 +167,7 @@ def _memory_folder() -> str | None:
 class Worker:
     """A process that runs cases, started again when one takes it down.
 
-    Parameters
-    ----------
-    targets : sequence of Target
-    reload : callable
-        Returns the case of a target by its number.
+    - `reload`: Returns the case of a target by its number.
     """
 
     def __init__(self, targets: Sequence[Target], reload: Callable[[str, int], Case]) -> None:
@@ -243,14 +233,9 @@ class Worker:
 class Report:
     """What came of many cases.
 
-    Attributes
-    ----------
-    counts : dict of str to Counter
-        Outcomes by target and kind.
-    findings : dict of (str, str, str) to (Case, Outcome)
-        The first case of each finding, by target, kind and place.
-    slowest, cpu_s : dict of str to float
-        CPU seconds by target: of the slowest case, and of all.
+    - `counts`: Outcomes by target and kind.
+    - `findings`: The first case of each finding, by target, kind and place.
+    - `slowest`, `cpu_s`: CPU seconds by target: of the slowest case, and of all.
     """
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -301,17 +286,9 @@ def run_jobs(
 ) -> Report:
     """Return what came of jobs, each a target's name and the number of a case.
 
-    Parameters
-    ----------
-    targets : sequence of Target
-    jobs : iterator of (str, int)
-    reload : callable
-        Returns the case of a job.
-    found : Report, optional
-        Filled while jobs end; by default a new one.
-    num_workers : int
-    on_finding : callable
-        Told the first case of each finding as it is found.
+    - `reload`: Returns the case of a job.
+    - `found`: Filled while jobs end; by default a new one.
+    - `on_finding`: Told the first case of each finding as it is found.
     """
     found = found or Report()
     workers = [Worker(targets, reload) for _ in range(num_workers)]

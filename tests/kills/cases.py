@@ -143,18 +143,11 @@ _MOST: Mapping[str, int] = {
 class Strike:
     """One signal.
 
-    Attributes
-    ----------
-    signal : str
-        ``SIGKILL``, ``SIGTERM``, ``SIGINT``, or ``SIGSTOP``.
-    target : str
-        ``rank N``, ``launcher`` (the process of the command), or ``group`` (every process of the run's group).
-    point : Point or None
-        When; else one of the next two says it.
-    log_part : float or None
-        When this part of what the log still lacks is there.
-    time_part : float or None
-        After this part of the time that an undisturbed run took.
+    - `signal`: ``SIGKILL``, ``SIGTERM``, ``SIGINT``, or ``SIGSTOP``.
+    - `target`: ``rank N``, ``launcher`` (the process of the command), or ``group`` (every process of the run's group).
+    - `point`: When; else one of the next two says it.
+    - `log_part`: When this part of what the log still lacks is there.
+    - `time_part`: After this part of the time that an undisturbed run took.
     """
 
     signal: str

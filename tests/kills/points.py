@@ -28,18 +28,11 @@ LONGEST_WAIT_S = 1800.0
 class Point:
     """An instant of a run.
 
-    Attributes
-    ----------
-    name : str
-        In words, such as ``checkpoint/rename``.
-    event : str
-        An audit event of Python (``open``, ``os.rename``, ``os.remove``), ``write``, or ``call``.
-    match : str
-        Regular expression: of the file's path; of a call, ``module:qualified name``.
-    nth : int
-        Which of these events, from 1.
-    rank : int or None
-        Of which rank; None for a process that is no rank, or the only one.
+    - `name`: In words, such as ``checkpoint/rename``.
+    - `event`: An audit event of Python (``open``, ``os.rename``, ``os.remove``), ``write``, or ``call``.
+    - `match`: Regular expression: of the file's path; of a call, ``module:qualified name``.
+    - `nth`: Which of these events, from 1.
+    - `rank`: Of which rank; None for a process that is no rank, or the only one.
     """
 
     name: str

@@ -117,17 +117,10 @@ _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 class Command:
     """One ``zosim`` command with all processes that come of it, in a session of its own.
 
-    Parameters
-    ----------
-    arguments : list of str
-    surroundings : Surroundings
-    log : Path
-        Of what it says.
-    more : mapping, optional
-        Variables of its environment.
-    forked : bool
-        Whether to fork it, and its ranks, from this process, which has imported everything; otherwise each is a new
-        Python, as for a user.
+    - `log`: Of what it says.
+    - `more`: Variables of its environment.
+    - `forked`: Whether to fork it, and its ranks, from this process, which has imported everything; otherwise each is a new
+      Python, as for a user.
     """
 
     def __init__(

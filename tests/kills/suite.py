@@ -44,12 +44,8 @@ ROOT = Path(__file__).parents[2]
 class Suite:
     """Cases over one tiny model and one file of data, which it writes.
 
-    Parameters
-    ----------
-    folder : Path
-        For all files.
-    new_python_every : int
-        Of how many cases one is started as new Pythons; the others are forked from this process. 0: none.
+    - `folder`: For all files.
+    - `new_python_every`: Of how many cases one is started as new Pythons; the others are forked from this process. 0: none.
     """
 
     def __init__(self, folder: Path, *, new_python_every: int = 1) -> None:
@@ -111,11 +107,7 @@ class Suite:
 class Undisturbed:
     """A run to compare with.
 
-    Attributes
-    ----------
-    out : Path
-    seconds : float
-        From its start to its end.
+    - `seconds`: From its start to its end.
     """
 
     out: Path
@@ -131,11 +123,7 @@ class Undisturbed:
 class Attempt:
     """One case as it is carried out.
 
-    Attributes
-    ----------
-    strikes : list of dict
-        Each strike in words, whether it came, and what the command did.
-    failures : list of str
+    - `strikes`: Each strike in words, whether it came, and what the command did.
     """
 
     case: Case

@@ -161,10 +161,7 @@ def chosen_s(request: Any) -> float | None:
 def outcome(case: Case, *, every: int = 50, chosen: tuple[float | None] | None = None) -> Outcome:
     """Return what was chosen, here or by another planner, and the best of all plans.
 
-    Parameters
-    ----------
-    every : int
-        Of the plans that cannot be the best by their bounds, how many are passed over for one that is simulated.
+    - `every`: Of the plans that cannot be the best by their bounds, how many are passed over for one that is simulated.
     """
     from zosim.planning.bounds import Bounds
     from zosim.planning.planner import placements

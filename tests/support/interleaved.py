@@ -114,10 +114,7 @@ class _Turns(threading.Thread):
 class InterleavedBackend(CpuBackend):
     """A rank on a CPU whose streams take turns.
 
-    Parameters
-    ----------
-    seed : int or None
-        Says whose turn it is; None runs every task from its beginning to its end in the order of the program.
+    - `seed`: Says whose turn it is; None runs every task from its beginning to its end in the order of the program.
     """
 
     def __init__(self, seed: int | None) -> None:

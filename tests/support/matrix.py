@@ -174,12 +174,7 @@ def _listed(name: str, annotation: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """Settings that are not as usual, by name.
-
-    Attributes
-    ----------
-    declared : tuple of (str, Any)
-    """
+    """Settings that are not as usual, by name."""
 
     declared: tuple[tuple[str, Any], ...]
 
@@ -215,10 +210,7 @@ class Case:
     def plan(self) -> Plan:
         """Return the plan.
 
-        Raises
-        ------
-        PlanError
-            If the settings contradict each other, or cannot be run in a test's process.
+        Raises PlanError if the settings contradict each other, or cannot be run in a test's process.
         """
         axes: dict[str, dict[str, Any]] = {name: {} for name in AXES}
         for name, value in self.declared:
@@ -648,10 +640,7 @@ def _going_on(
 def wanted(plain: Case, folder: Path) -> Found:
     """Return what a plain case finds, and leave its log, its digests and a checkpoint in a folder.
 
-    Raises
-    ------
-    AssertionError
-        If it is not what the literal loop finds.
+    Raises AssertionError if it is not what the literal loop finds.
     """
     plan, records, digests = plain.plan(), [], {}
     model = plain.model(plan)

@@ -167,22 +167,12 @@ class Generator:
 class Memory:
     """One allocation.
 
-    Attributes
-    ----------
-    kind : {"device", "pinned"}
-    begin, size_bytes : int
-    stream : str
-        The one that it was allocated on, which may use it until the instant at which it is freed.
-    where : str
-        Line that allocated it.
-    uses : dict of str to Use
-        The last of each stream.
-    recorded : set of str
-        Streams that the allocator was told of by ``record_stream``.
-    storage : weakref.ref or None
-        The tensors' storage.
-    alias : int
-        Bytes from here to another mapping of the same memory, by whose addresses uses of both are noted.
+    - `stream`: The one that it was allocated on, which may use it until the instant at which it is freed.
+    - `where`: Line that allocated it.
+    - `uses`: The last of each stream.
+    - `recorded`: Streams that the allocator was told of by ``record_stream``.
+    - `storage`: The tensors' storage.
+    - `alias`: Bytes from here to another mapping of the same memory, by whose addresses uses of both are noted.
     """
 
     kind: Kind
@@ -204,13 +194,8 @@ class Memory:
 class Finding:
     """Something that a real device could do in another order.
 
-    Attributes
-    ----------
-    kind : {"race", "freed", "captured", "pool"}
-    what : str
-        In words.
-    instruction : str or None
-        The program's instruction that was being issued.
+    - `what`: In words.
+    - `instruction`: The program's instruction that was being issued.
     """
 
     kind: FindingType
@@ -243,18 +228,12 @@ class StreamPool:
 class GraphPool:
     """Memory that graphs share.
 
-    Attributes
-    ----------
-    temporaries : torch.Tensor
-        Stands for what all of them use while they run.
-    captured_on, replayed_on : set of str
-        Streams.
-    num_graphs : int
-        Those that there are.
-    was_used : bool
-        Whether there has been one.
-    reserved_bytes : int
-        What the largest graph makes. What is freed during a capture and taken again counts twice: at most this is reserved.
+    - `temporaries`: Stands for what all of them use while they run.
+    - `captured_on`, `replayed_on`: Streams.
+    - `num_graphs`: Those that there are.
+    - `was_used`: Whether there has been one.
+    - `reserved_bytes`: What the largest graph makes. What is freed during a capture and taken again counts twice: at most
+      this is reserved.
     """
 
     temporaries: Tensor
@@ -268,22 +247,14 @@ class GraphPool:
 class Device:
     """A device of one process.
 
-    Attributes
-    ----------
-    findings : list of Finding
-    launches : Counter
-        Kernels and copies by instruction, None for those of the host loop.
-    synchronisations : Counter
-        How often the host waited for the device, by instruction and by what it waited for.
-    standstills : Counter
-        Those of them after which the stream of the computation, the thread's default one, had nothing left to do.
-    pageable : Counter
-        Copies to the device of host memory that is not pinned, by instruction: each goes through a buffer of the driver.
-    allocated_bytes, peak_bytes : int
-        As the caching allocator counts them.
-    pinned_bytes, pinned_taken_bytes : int
-        Host memory that was asked to be pinned, and what torch takes for it: powers of two, which it keeps when they are given
-        back, and hands out again.
+    - `launches`: Kernels and copies by instruction, None for those of the host loop.
+    - `synchronisations`: How often the host waited for the device, by instruction and by what it waited for.
+    - `standstills`: Those of them after which the stream of the computation, the thread's default one, had nothing left to do.
+    - `pageable`: Copies to the device of host memory that is not pinned, by instruction: each goes through a buffer of the
+      driver.
+    - `allocated_bytes`, `peak_bytes`: As the caching allocator counts them.
+    - `pinned_bytes`, `pinned_taken_bytes`: Host memory that was asked to be pinned, and what torch takes for it: powers of
+      two, which it keeps when they are given back, and hands out again.
     """
 
     def __init__(self) -> None:

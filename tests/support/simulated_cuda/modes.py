@@ -328,10 +328,7 @@ def _device(wanted: Any) -> torch.device:
 class _Operator:
     """What is asked of every call of an operator, read once from its schema.
 
-    Attributes
-    ----------
-    arguments : tuple of (str, bool, bool)
-        Name of each, whether it is written, and whether what is written is read, too: it is changed in place.
+    - `arguments`: Name of each, whether it is written, and whether what is written is read, too: it is changed in place.
     """
 
     name: str
