@@ -247,14 +247,9 @@ class QuantizedStorage(DenseStorage):
     ) -> Work:
         """Return the work with products by quantized weights.
 
-        Parameters
-        ----------
-        param_groups : sequence of ParamGroup
-            The segment's.
-        has_side_path : bool
-            Whether perturbations are added.
-        kept_bytes : int
-            What of the segment is alive beside a layer.
+        - `param_groups`: The segment's.
+        - `has_side_path`: Whether perturbations are added.
+        - `kept_bytes`: What of the segment is alive beside a layer.
         """
         tuned = [matrix for group in param_groups for matrix in self.tuned(group)]
         frozen = [matrix for group in param_groups for matrix in self.frozen(group)]

@@ -67,11 +67,8 @@ def _is_own(entry: EntryPoint) -> bool:
 def load(entry: EntryPoint) -> Any:
     """Import the object behind an entry point.
 
-    Raises
-    ------
-    CommandUnavailable
-        If the module, or the object in it, does not exist. A module that exists and fails to import
-        something else keeps its own exception.
+    Raises CommandUnavailable if the module, or the object in it, does not exist. A module that exists and fails to import
+    something else keeps its own exception.
     """
     try:
         module = importlib.import_module(entry.module)

@@ -54,10 +54,8 @@ QUANTIZED_SUFFIXES = (
 class StoredQuantization(BaseModel):
     """How the linear layers of a quantized model are kept in its files.
 
-    Attributes
-    ----------
-    weights, scales, group_elements, zero_point, activations
-        As of :class:`zosim.plans.LowBits`, which has to have the same.
+    - `weights`, `scales`, `group_elements`, `zero_point`, `activations`: As of :class:`zosim.plans.LowBits`, which has to
+      have the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -305,11 +305,7 @@ def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | Non
 
     Raises ModelError if a field has a wrong type, is out of range, or contradicts another.
 
-    Parameters
-    ----------
-    config : mapping
-    source : str
-        Where it was read, for messages.
+    - `source`: Where it was read, for messages.
     """
     family = _family_of(config)
     if family is None:

@@ -19,24 +19,14 @@ Shares = tuple[tuple[NonNegativeFloat, ...], ...]
 class Experts(BaseModel):
     """Experts of a mixture, of which each token visits a few; every block has as many of its own.
 
-    Attributes
-    ----------
-    num_experts, num_per_token : int
-        How many there are in a block, and how many of them a token visits.
-    intermediate_size : int
-        Width of one expert's gated MLP.
-    shared_size : int
-        Width of the MLP that all tokens go through besides, 0 where there is none.
-    gates_shared : bool
-        Whether that MLP's output is scaled by a gate of its own (Qwen2-MoE).
-    has_biases : bool
-        Whether experts have biases, which are picked for every visit.
-    dense_blocks : tuple of int
-        Blocks that have one MLP in place of experts.
-    shares : tuple of tuple of float
-        Share of the visits that each expert gets, by block; empty where nobody has measured it, which counts as even.
-    share_errors : tuple of tuple of float
-        Standard errors of `shares`; empty where they are not known.
+    - `num_experts`, `num_per_token`: How many there are in a block, and how many of them a token visits.
+    - `intermediate_size`: Width of one expert's gated MLP.
+    - `shared_size`: Width of the MLP that all tokens go through besides, 0 where there is none.
+    - `gates_shared`: Whether that MLP's output is scaled by a gate of its own (Qwen2-MoE).
+    - `has_biases`: Whether experts have biases, which are picked for every visit.
+    - `dense_blocks`: Blocks that have one MLP in place of experts.
+    - `shares`: Share of the visits that each expert gets, by block; empty where nobody has measured it, which counts as even.
+    - `share_errors`: Standard errors of `shares`; empty where they are not known.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

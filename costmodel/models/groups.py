@@ -55,12 +55,7 @@ def split_blocks_inside(
 ) -> Iterator[ParameterEntry]:
     """Yield `entries` with the parameters of some blocks shared out between their two halves.
 
-    Parameters
-    ----------
-    entries : iterable of ParameterEntry
-    split_blocks : iterable of int
-    norm_after_mlp : bool
-        Whether the block's last norm comes after the MLP (OPT-350M) rather than before it.
+    - `norm_after_mlp`: Whether the block's last norm comes after the MLP (OPT-350M) rather than before it.
     """
     split = {block_segment(i) for i in split_blocks}
     behind = {*SECOND_LINEARS, "final_layer_norm"} if norm_after_mlp else {*SECOND_LINEARS}

@@ -30,12 +30,7 @@ _GPTQ_GROUP = 128
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """What one recipe trains and keeps.
-
-    Attributes
-    ----------
-    name, description : str
-    """
+    """What one recipe trains and keeps."""
 
     name: str
     description: str

@@ -60,20 +60,7 @@ class CodeQuirks:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One first-order step of a recipe, as one device does it.
-
-    Attributes
-    ----------
-    recipe : TrainingRecipe
-    dtype : str
-    num_devices : int
-    sharding : str
-    num_adapter_parameters : int
-    adapter_dtype : str
-    checkpointing : str
-    attention : str
-    quirks : CodeQuirks
-    """
+    """One first-order step of a recipe, as one device does it."""
 
     model: ModelSpec  # the base, without adapters
     recipe: TrainingRecipe

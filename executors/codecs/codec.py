@@ -26,12 +26,7 @@ Message = Tensor | bytes | bytearray | memoryview
 
 
 class Codec(ABC):
-    """Makes messages of tensors.
-
-    Attributes
-    ----------
-    spec : CodecSpec
-    """
+    """Makes messages of tensors."""
 
     def __init__(self, spec: CodecSpec) -> None:
         self.spec = spec

@@ -39,10 +39,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 class QuantizedLinear(nn.Linear):
     """A linear layer that can hold a quantized weight. Its parameter ``weight`` then has a shape and no storage.
 
-    Attributes
-    ----------
-    quantized : QuantizedTensor or None
-        The quantized weight. A function given in its place is called at each access.
+    - `quantized`: The quantized weight. A function given in its place is called at each access.
     """
 
     quant_config: QuantConfig | None  # how the weight is, or will be, quantized

@@ -159,17 +159,10 @@ class CounterSampler:
     ) -> None:
         """Fill flat `out` with the elements of a parameter's perturbation from `offset` on.
 
-        Parameters
-        ----------
-        out : torch.Tensor
-            One-dimensional, contiguous.
-        parameter : int
-            Position among the trainable parameters.
-        offset : int
-            First element wanted.
-        sampler : Perturbation
-        factor : float, optional
-            Multiplies every number, which is rounded again.
+        - `out`: One-dimensional, contiguous.
+        - `parameter`: Position among the trainable parameters.
+        - `offset`: First element wanted.
+        - `factor`: Multiplies every number, which is rounded again.
         """
         self._fill_all([(out, parameter, offset)], key, sampler, factor)
 

@@ -101,14 +101,10 @@ def divisor_of(rank: int, rank_power: float) -> float:
 class FactorSampler:
     """Draws factors of groups of tensors, and keeps each ``V`` for its interval.
 
-    Parameters
-    ----------
-    shapes : sequence of shapes
-        Of every trainable parameter in registration order; the same on every rank.
-    groups : mapping of str to sequence of int
-        The trainable parameters of each group.
-    sampling_order : callable
-        From a perturbation to the groups in the order in which its ``mezo`` generator visits them, as far as this rank needs them.
+    - `shapes`: Of every trainable parameter in registration order; the same on every rank.
+    - `groups`: The trainable parameters of each group.
+    - `sampling_order`: From a perturbation to the groups in the order in which its ``mezo`` generator visits them, as far as
+      this rank needs them.
     """
 
     def __init__(

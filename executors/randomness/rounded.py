@@ -186,10 +186,6 @@ class RoundedSampler:
     """Draws rounded perturbations.
 
     `shapes`: of every trainable parameter, in registration order; the same on every rank.
-
-    Attributes
-    ----------
-    nonzero : NonzeroRows
     """
 
     def __init__(

@@ -51,10 +51,7 @@ class Communicator:
 
     Raises RunError if the process group was not made (:func:`executors.ranks.launch.process_group`), or has another size.
 
-    Attributes
-    ----------
-    num_calls, num_bytes : Counter
-        Exchanges of the program by group, and what each brought to this rank beside its own part.
+    - `num_calls`, `num_bytes`: Exchanges of the program by group, and what each brought to this rank beside its own part.
     """
 
     def __init__(

@@ -79,10 +79,7 @@ def missing_from(waits_of: Callable[[int], Sequence[int] | None], rank: int) -> 
 class _Waits:
     """The ranks that the threads of this process currently wait for.
 
-    Attributes
-    ----------
-    store : Store
-        Where ranks call the roll and answer; of this process alone until :func:`answering` brings one of all ranks.
+    - `store`: Where ranks call the roll and answer; of this process alone until :func:`answering` brings one of all ranks.
     """
 
     def __init__(self) -> None:

@@ -36,14 +36,9 @@ def attach(model: nn.Module, adapters: Tuned, *, run: Path | None = None, plan: 
 
     Raises ModelError if they do not fit the model.
 
-    Parameters
-    ----------
-    adapters : LoRA, Prefix, "matrices" or "linears"
-    run : Path, optional
-        Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
-        forward on another machine would make another one.
-    plan : Plan, optional
-        What low-rank adapters are kept in; by default as the linears that they stand beside.
+    - `run`: Directory of the run that is gone on with or replayed. The prefix that it began with is read from there, since a
+      forward on another machine would make another one.
+    - `plan`: What low-rank adapters are kept in; by default as the linears that they stand beside.
     """
     if isinstance(adapters, str):
         linears = {id(module.weight) for _, module, _, _ in block_linears(model)}

@@ -62,10 +62,7 @@ def _merit(metrics: Mapping[str, Any]) -> tuple[float, ...]:
 class Evaluations:
     """The evaluations of one run.
 
-    Attributes
-    ----------
-    best, latest : dict or None
-        Metrics, with the ``num_steps`` behind them.
+    - `best`, `latest`: Metrics, with the ``num_steps`` behind them.
     """
 
     def __init__(self, settings: RunSettings) -> None:

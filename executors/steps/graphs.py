@@ -330,11 +330,7 @@ class Arguments:
     def of(cls, graphs: Graphs, key: Hashable, call: Any, known: dict[int, Tensor]) -> Arguments:
         """Return the arguments of a call.
 
-        Parameters
-        ----------
-        call : tree of tensors and other objects
-        known : dict
-            Of tensors of this step, by identity: where their numbers have been put. Added to.
+        - `known`: Of tensors of this step, by identity: where their numbers have been put. Added to.
         """
         leaves, spec = tree_flatten(call)
         for number, leaf in enumerate(leaves):

@@ -110,10 +110,7 @@ class LiveTensors(TorchDispatchMode):
 class ObservedSteps:
     """The peak of live tensors on a device in some steps; what one leaves alive counts in those behind it.
 
-    Attributes
-    ----------
-    peak_bytes : int
-        On an accelerator what the allocator handed out beyond what it had handed out before the first.
+    - `peak_bytes`: On an accelerator what the allocator handed out beyond what it had handed out before the first.
     """
 
     def __init__(self, device: torch.device) -> None:

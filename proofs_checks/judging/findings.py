@@ -146,15 +146,9 @@ def answer_of(
 
     Raises ZosimError if the function raises, or returns another shape.
 
-    Parameters
-    ----------
-    *arguments
-    name : str
-        Of the function, for messages.
-    like : torch.Tensor
-        Has the shape that an answer must have.
-    called, returned : str
-        Hints: how the function is called, and what it is to return.
+    - `name`: Of the function, for messages.
+    - `like`: Has the shape that an answer must have.
+    - `called`, `returned`: Hints: how the function is called, and what it is to return.
     """
     try:
         answer = torch.as_tensor(function(*arguments))

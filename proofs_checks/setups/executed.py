@@ -72,10 +72,7 @@ class Case:
     def plan(self) -> Plan:
         """Return the plan.
 
-        Raises
-        ------
-        PlanError
-            If the choices contradict each other.
+        Raises PlanError if the choices contradict each other.
         """
         axes: dict[str, dict[str, Any]] = {
             name: {field: getattr(self, field) for field in axis.model_fields if hasattr(self, field)}

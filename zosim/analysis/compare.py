@@ -202,17 +202,10 @@ def compare(
 ) -> Comparison:
     """Return the two timelines of one rank, joined under the program's names.
 
-    Parameters
-    ----------
-    planned_tokens : float, optional
-        Tokens of a step's batch as it is planned.
-    is_calibrated : bool
-        Whether the prediction rests on measured rates.
+    - `planned_tokens`: Tokens of a step's batch as it is planned.
+    - `is_calibrated`: Whether the prediction rests on measured rates.
 
-    Raises
-    ------
-    TimelineError
-        If the timelines are of different programs, or one has no steps of the rank.
+    Raises TimelineError if the timelines are of different programs, or one has no steps of the rank.
     """
     if predicted.program != measured.program:
         message = (

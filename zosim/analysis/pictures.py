@@ -50,10 +50,7 @@ _STREAMS = list(Stream)
 class Chart:
     """Lines, or stacked areas, over a common axis.
 
-    Attributes
-    ----------
-    names, colours : tuple of str
-        Of each line.
+    - `names`, `colours`: Of each line.
     """
 
     root: str  # id of the page's element that it stands in

@@ -64,10 +64,7 @@ class Buffer:
 class Access:
     """Bytes of a buffer, and what is in them.
 
-    Attributes
-    ----------
-    offset_bytes, size_bytes : int
-        Range inside the buffer.
+    - `offset_bytes`, `size_bytes`: Range inside the buffer.
     """
 
     buffer: str

@@ -47,12 +47,9 @@ _MAX_REMEMBERED = 1 << 12
 class SharedClass(NamedTuple):
     """Activities of one template that take the same of the same resources.
 
-    Attributes
-    ----------
-    bound, weight : float
-    resources : array of shape (num_ranks, num_uses)
-        Number of each resource used, by position among the template's ranks; -1 for what never limits.
-    uses : array of shape (num_uses,)
+    - `resources`: shape (num_ranks, num_uses); Number of each resource used, by position among the template's ranks; -1 for
+      what never limits.
+    - `uses`: shape (num_uses,)
     """
 
     bound: float
@@ -65,18 +62,10 @@ class SharedClass(NamedTuple):
 class FlowTable:
     """Rows of a world, stream by stream; within a stream, ranks in the order given.
 
-    Parameters
-    ----------
-    world : World
-    ranks : array of shape (num_ranks,)
-        Ranks of the world, those of one template together.
+    - `ranks`: shape (num_ranks,); Ranks of the world, those of one template together.
 
-    Attributes
-    ----------
-    end_s : array of shape (num_rows,)
-        When each ends as things are; infinity where nothing runs.
-    is_settled : bool
-        Whether speeds are those of what is running now.
+    - `end_s`: shape (num_rows,); When each ends as things are; infinity where nothing runs.
+    - `is_settled`: Whether speeds are those of what is running now.
     """
 
     def __init__(self, world: World, ranks: Ints) -> None:

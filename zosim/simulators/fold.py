@@ -84,12 +84,8 @@ class _Partition:
 class _RankClasses:
     """What of each rank matters: its activities' numbers, and the resources that can limit them.
 
-    Attributes
-    ----------
-    rank_class : list of int
-        Equal for ranks that differ in the names of their resources alone.
-    resources : list of tuple of str
-        Of each rank, in an order that is the same for ranks of equal classes.
+    - `rank_class`: Equal for ranks that differ in the names of their resources alone.
+    - `resources`: Of each rank, in an order that is the same for ranks of equal classes.
     """
 
     def __init__(self, world: World) -> None:

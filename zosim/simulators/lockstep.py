@@ -37,13 +37,8 @@ def simulate_many(
 
     Raises ProgramError as for :func:`~zosim.simulators.simulate.simulate`.
 
-    Parameters
-    ----------
-    world : World
-    num_steps : int, optional
-        As for :func:`~zosim.simulators.simulate.simulate`.
-    ranks : collection of int, optional
-        Positions in the world of those whose spans are listed; all unless given.
+    - `num_steps`: As for :func:`~zosim.simulators.simulate.simulate`.
+    - `ranks`: Positions in the world of those whose spans are listed; all unless given.
     """
     listed = sorted(range(world.size) if ranks is None else ranks)
     return run_simulator(world, lambda steps: Lockstep(world, steps, listed), num_steps)
@@ -66,12 +61,7 @@ def periodic_step_s(world: World) -> float:
 
 @dataclass
 class Times:
-    """Of the instructions at one position of a run: arrays of shape (num_instructions, num_ranks).
-
-    Attributes
-    ----------
-    start_s, end_s : array of float
-    """
+    """Of the instructions at one position of a run: arrays of shape (num_instructions, num_ranks)."""
 
     start_s: Floats
     end_s: Floats
@@ -81,20 +71,14 @@ class Times:
 class RankClass:
     """The ranks of one template, and what the simulator keeps of them.
 
-    Attributes
-    ----------
-    ranks : array of shape (num_ranks,)
-        Their positions in the world.
-    first : int
-        Where they begin in the simulator's order of all ranks.
-    streams, seconds, classes : dict
-        By phase, for each instruction in order: number of its stream, its seconds alone, and the class of activities that it
-        shares resources with (-1 where nothing limits it). The last of a step is the host's own part.
-    times : dict of int to Times
-        By position, of those that have begun and not yet ended.
-    chains : dict of int to (array, array)
-        By the first of a chain of instructions that nothing else can hold up: the chain, and when each of it starts and the last
-        one ends, as columns.
+    - `ranks`: shape (num_ranks,); Their positions in the world.
+    - `first`: Where they begin in the simulator's order of all ranks.
+    - `streams`, `seconds`, `classes`: By phase, for each instruction in order: number of its stream, its seconds alone, and
+      the class of activities that it shares resources with (-1 where nothing limits it). The last of a step is the host's own
+      part.
+    - `times`: By position, of those that have begun and not yet ended.
+    - `chains`: By the first of a chain of instructions that nothing else can hold up: the chain, and when each of it starts
+      and the last one ends, as columns.
     """
 
     def __init__(
@@ -131,12 +115,8 @@ class RankClass:
 class Participants:
     """Who meets in a group's collectives, or in messages of one offset, over the ranks in the simulator's order.
 
-    Attributes
-    ----------
-    of : mapping of bool to array
-        Number of each rank's participants, where it receives (or takes part in a collective) and where it sends.
-    sizes : array
-        Of each set of participants.
+    - `of`: Number of each rank's participants, where it receives (or takes part in a collective) and where it sends.
+    - `sizes`: Of each set of participants.
     """
 
     def __init__(self, group: ProcessGroup, offset: int, ranks: Ints) -> None:
@@ -175,19 +155,10 @@ _Batch = tuple[RankClass, int, int]
 class Lockstep:
     """One simulation of a fixed number of steps.
 
-    Parameters
-    ----------
-    world : World
-    num_steps : int
-    listed : collection of int
-        Positions in the world of the ranks whose spans are wanted.
+    - `listed`: Positions in the world of the ranks whose spans are wanted.
 
-    Attributes
-    ----------
-    num_events : int
-        Instructions that have ended.
-    cycle, shortened
-        As of :class:`~zosim.simulators.assembly.SimulatorRun`.
+    - `num_events`: Instructions that have ended.
+    - `cycle`, `shortened`: As of :class:`~zosim.simulators.assembly.SimulatorRun`.
     """
 
     def __init__(self, world: World, num_steps: int, listed: Collection[int]) -> None:

@@ -52,17 +52,10 @@ def in_order(edges: Sequence[Sequence[Edge]]) -> list[Node]:
 class MaxPlus(Generic[Time]):
     """A run.
 
-    Parameters
-    ----------
-    zero : seconds
-        When the run begins. What would be waited for before its first position is over by then.
-    latest : callable
-        The later one of two times: ``max``, of arrays ``np.maximum``.
+    - `zero`: When the run begins. What would be waited for before its first position is over by then.
+    - `latest`: The later one of two times: ``max``, of arrays ``np.maximum``.
 
-    Attributes
-    ----------
-    starts, ends : list of dict
-        Of every position, by number.
+    - `starts`, `ends`: Of every position, by number.
     """
 
     def __init__(self, zero: Time, latest: Callable[[Time, Time], Time]) -> None:
@@ -74,12 +67,8 @@ class MaxPlus(Generic[Time]):
     def advance(self, nodes: Iterable[Node], seconds: Iterable[Time]) -> dict[int, Time]:
         """Evaluate the next position and return its ends.
 
-        Parameters
-        ----------
-        nodes : iterable of Node
-            Each after those of its own position that it waits for.
-        seconds : iterable
-            What each takes.
+        - `nodes`: Each after those of its own position that it waits for.
+        - `seconds`: What each takes.
         """
         position, latest, all_ends = len(self.ends), self._latest, self.ends
         is_plain: bool = latest is max

@@ -76,15 +76,9 @@ class PeriodDetector:
 def shortened_steps(cycle: Repeat, num_steps: int, entered: int, depth: int) -> int | None:
     """Return the steps of a run that shows all there is to see, None if none can be left out.
 
-    Parameters
-    ----------
-    cycle : Repeat
-    num_steps : int
-        Of the whole run.
-    entered : int
-        Latest step that any stream had entered when the cycle was found.
-    depth : int
-        Steps that dependencies reach back.
+    - `num_steps`: Of the whole run.
+    - `entered`: Latest step that any stream had entered when the cycle was found.
+    - `depth`: Steps that dependencies reach back.
     """
     # Streams must still have a step to go before the flush, and the flush must not reach back to here.
     cycles = (num_steps - (entered + 1 + depth)) // cycle.num_steps

@@ -26,15 +26,7 @@ class RunGraph:
 
     Raises ProgramError if a dependency names no instruction.
 
-    Parameters
-    ----------
-    world : World
-    num_steps : int
-
-    Attributes
-    ----------
-    graphs : list of StepGraph
-        Of each rank; ranks of one template share theirs. The host's work before a step is a node where it takes time.
+    - `graphs`: Of each rank; ranks of one template share theirs. The host's work before a step is a node where it takes time.
     """
 
     def __init__(self, world: World, num_steps: int) -> None:

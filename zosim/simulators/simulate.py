@@ -66,23 +66,14 @@ def simulate(
 ) -> Timeline:
     """Return the predicted timeline of a program on one rank.
 
-    Parameters
-    ----------
-    program : Program
-        If it is of several ranks, the others are taken to be in step with this one, and to share nothing with it.
-    machine : Machine
-    num_steps : int, optional
-        Steps of the run; unless given, as many as it takes until steps repeat, at most `zosim.simulators.assembly.MAX_UNLIKE_STEPS`.
-    bound : {"central", "low", "high"}
-        Which end of the profile's intervals.
+    - `program`: If it is of several ranks, the others are taken to be in step with this one, and to share nothing with it.
+    - `num_steps`: Steps of the run; unless given, as many as it takes until steps repeat, at most
+      `zosim.simulators.assembly.MAX_UNLIKE_STEPS`.
+    - `bound`: Which end of the profile's intervals.
 
-    Raises
-    ------
-    ProgramError
-        If a dependency names no instruction, instructions wait for each other in a circle, or `num_steps` is
-        negative.
-    ProfileError
-        If the profile has no rate for an instruction's formats.
+    Raises ProgramError if a dependency names no instruction, instructions wait for each other in a circle, or `num_steps` is
+    negative.
+    Raises ProfileError if the profile has no rate for an instruction's formats.
     """
     return simulate_world(World.of_one(program, machine, bound), num_steps=num_steps)
 
@@ -311,13 +302,7 @@ def _undone(run: _SimpyRun, rank: _SimulatedRank, node: RunNode) -> list[tuple[_
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An activity under way.
-
-    Attributes
-    ----------
-    done : simpy.Event
-    end_s : float
-    """
+    """An activity under way."""
 
     activity: Activity
     key: tuple[int, int]  # rank and stream: those that arrive at one instant count as arrived in this order
@@ -335,14 +320,9 @@ class Fluid:
     activity whose rate stays the same keeps the end that it was given, so that one that never shares anything takes exactly its
     own seconds. :mod:`zosim.simulators.flows` does the same on arrays.
 
-    Parameters
-    ----------
-    env : simpy.Environment
-    capacities : mapping of str to float
-        Of the resources that can limit anybody.
-    fifo : collection of str
-        Resources that serve one activity at a time, in order of arrival: an activity runs once no earlier one,
-        running or waiting, uses any of its own. The earliest is never held up, so nothing deadlocks.
+    - `capacities`: Of the resources that can limit anybody.
+    - `fifo`: Resources that serve one activity at a time, in order of arrival: an activity runs once no earlier one, running
+      or waiting, uses any of its own. The earliest is never held up, so nothing deadlocks.
     """
 
     def __init__(

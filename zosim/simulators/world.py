@@ -29,15 +29,9 @@ _ENOUGH = 1 + 1e-12
 class Template:
     """What ranks of one class do.
 
-    Attributes
-    ----------
-    program : Program
-    activities : mapping of (phase, id) to Activity
-        Their resources are those of one of the ranks, by name.
-    resources : tuple of str
-        That rank's resources; another rank's stand at the same places of its own list.
-    step_s : float
-        Host time between two steps.
+    - `activities`: Their resources are those of one of the ranks, by name.
+    - `resources`: That rank's resources; another rank's stand at the same places of its own list.
+    - `step_s`: Host time between two steps.
     """
 
     program: Program
@@ -77,11 +71,7 @@ class Template:
 class ProcessGroup:
     """A partition of the ranks into those that work together.
 
-    Attributes
-    ----------
-    subgroups : tuple of tuple of int
-    doubled : frozenset of int
-        Ranks that stand for several of their subgroup, and so wait for themselves where they wait for the others.
+    - `doubled`: Ranks that stand for several of their subgroup, and so wait for themselves where they wait for the others.
     """
 
     subgroups: tuple[tuple[int, ...], ...]
@@ -108,22 +98,12 @@ class ProcessGroup:
 class World:
     """The ranks of a run.
 
-    Attributes
-    ----------
-    templates : tuple of Template
-    template_of : tuple of int
-        Of each rank.
-    resources : tuple of tuple of str
-        Of each rank, in the order of its template's.
-    capacities : mapping of str to float
-        Of the resources that can limit anybody.
-    fifo : frozenset of str
-        Those that serve one activity at a time.
-    process_groups : mapping of str to Group
-    numbers : tuple of int
-        Under which ranks are reported.
-    counts : tuple of int
-        How many ranks each stands for.
+    - `template_of`: Of each rank.
+    - `resources`: Of each rank, in the order of its template's.
+    - `capacities`: Of the resources that can limit anybody.
+    - `fifo`: Those that serve one activity at a time.
+    - `numbers`: Under which ranks are reported.
+    - `counts`: How many ranks each stands for.
     """
 
     templates: tuple[Template, ...]
@@ -139,21 +119,12 @@ class World:
     def of(cls, programs: ProgramSet, machines: Sequence[Machine], bound: Bound = "central") -> World:
         """Return the world of a program set.
 
-        Parameters
-        ----------
-        programs : ProgramSet
-            That :func:`~zosim.program.validate_set.validate_set` lets pass.
-        machines : sequence of Machine
-            One per rank. Ranks share the resources of equal names.
-        bound : {"central", "low", "high"}
-            Which end of the profiles' intervals.
+        - `programs`: That :func:`~zosim.program.validate_set.validate_set` lets pass.
+        - `machines`: One per rank. Ranks share the resources of equal names.
+        - `bound`: Which end of the profiles' intervals.
 
-        Raises
-        ------
-        ProgramError
-            If there is not one machine per rank.
-        ProfileError
-            If a profile has no rate for an instruction's formats.
+        Raises ProgramError if there is not one machine per rank.
+        Raises ProfileError if a profile has no rate for an instruction's formats.
         """
         if len(machines) != programs.world_size or not machines:
             message = f"{len(machines)} machines are given for {programs.world_size} ranks"
@@ -167,10 +138,7 @@ class World:
     def of_one(cls, program: Program, machine: Machine, bound: Bound = "central") -> World:
         """Return the world of one rank, whose peers, if it has any, are taken to be in step with it.
 
-        Raises
-        ------
-        ProfileError
-            If the profile has no rate for an instruction's formats.
+        Raises ProfileError if the profile has no rate for an instruction's formats.
         """
         process_groups = {
             name: ProcessGroup(((0,),), frozenset({0}) if size > 1 else frozenset())

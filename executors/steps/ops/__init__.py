@@ -24,14 +24,9 @@ __all__ = ["Action", "Actions", "Context"]
 class Actions:
     """Makes actions out of one program's instructions.
 
-    Attributes
-    ----------
-    boundaries : BoundaryActions
-        Counts what goes to other stages.
-    param_passes : ParamPasses
-        Perturbs and updates.
-    num_perturbations : int
-        Perturbations per step.
+    - `boundaries`: Counts what goes to other stages.
+    - `param_passes`: Perturbs and updates.
+    - `num_perturbations`: Perturbations per step.
     """
 
     def __init__(self, context: Context) -> None:

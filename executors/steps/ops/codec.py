@@ -40,14 +40,9 @@ _BYTES = (0, 0)
 class BoundaryActions:
     """Makes actions out of what a program does at its split points.
 
-    Attributes
-    ----------
-    num_made, made_bytes : int
-        Messages that were made, sent or not, and what they have on a wire.
-    num_sent, num_bytes : int
-        Messages that went to the next stage, and what they had on the wire.
-    sent_bytes : dict
-        What each had, by step and instruction, of steps that are recorded.
+    - `num_made`, `made_bytes`: Messages that were made, sent or not, and what they have on a wire.
+    - `num_sent`, `num_bytes`: Messages that went to the next stage, and what they had on the wire.
+    - `sent_bytes`: What each had, by step and instruction, of steps that are recorded.
     """
 
     def __init__(self, context: Context) -> None:

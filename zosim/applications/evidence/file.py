@@ -174,10 +174,7 @@ class Evidence(FrozenModel):
     def load(cls, path: str | Path) -> Evidence:
         """Read what :meth:`save` wrote.
 
-        Raises
-        ------
-        EvidenceError
-            If the file is missing, is something else, is of a newer version, was changed, or contradicts itself.
+        Raises EvidenceError if the file is missing, is something else, is of a newer version, was changed, or contradicts itself.
         """
         content, is_unchanged = without_digest(_read(path))
         if not is_unchanged:
