@@ -196,7 +196,7 @@ def parse_json(text: str, complaint: str, error: type[ZosimError], *, hint: str 
             if is_one_line
             else f"in line {problem.lineno}, column {problem.colno}"
         )
-        reason = f"{problem.msg} {where}" if text.strip() else "it is empty"
+        reason = f"{problem.msg.removesuffix(' at')} {where}" if text.strip() else "it is empty"
         raise error(f"{complaint}: {reason}", hint=hint) from None
     except _UnreadableError as problem:
         raise error(f"{complaint}: {problem}", hint=hint) from None

@@ -101,15 +101,21 @@ class LineFile:
         return f"{self.path}, line {self.numbers[index]}"
 
     def _parse(self, index: int, line: bytes) -> JsonObject:
+        to_convert = _conversion(self.path, line) if index == 0 else None
         try:
             text = line.removeprefix(_BYTE_ORDER_MARK).decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.where(index)} is not UTF-8: {error.reason}") from None
+            raise DataError(
+                f"{self.where(index)} is not UTF-8: {error.reason}",
+                hint=to_convert
+                or f"convert it from the encoding that it has, such as: iconv -f LATIN1 -t UTF-8 {self.path} > lines.jsonl",
+            ) from None
         value = parse_json(
             text,
             f"{self.where(index)} is not JSON",
             DataError,
-            hint=f"each line must be a JSON object; this one begins with {text[:60].strip()!r}",
+            hint=f"each line must be a JSON object; this one begins with {text[:60].strip()!r}"
+            + (f"; {to_convert}" if to_convert else ""),
         )
         if not isinstance(value, dict):
             raise DataError(
@@ -301,12 +307,17 @@ def _lines_and_template(
     (first,) = lines.read([0])
     if "input_ids" not in first:
         if template is None and ("text" not in first or "label" in first):
-            text = next((name for name, value in first.items() if isinstance(value, str)), "text")
+            text = next((name for name, value in first.items() if isinstance(value, str)), None)
             answer = "" if LABEL_FIELD in first else f", and rename the field of the answer to {LABEL_FIELD}"
             raise DataError(
                 f"{lines.where(0)} has no input_ids, and no template for its fields is given",
-                hint=f"its fields are {', '.join(first) or 'none'}; give --template, such as "
-                f'"{{{text}}} It was {{{LABEL_FIELD}}}."{answer}',
+                hint=f"its fields are {', '.join(first) or 'none'}; "
+                + (
+                    f'give --template, such as "{{{text}}} It was {{{LABEL_FIELD}}}."{answer}'
+                    if text is not None
+                    else "none is text: write a conversation as text, in the form of the model's chat template, with "
+                    f"a field text for what is asked and {LABEL_FIELD} for the answer"
+                ),
             )
         return lines, template or PromptTemplate("{text}")
     if template is not None:
@@ -334,6 +345,29 @@ def _opened(path: Path) -> BinaryIO:
             f"{path} is {kind}, not a regular file", hint="write the lines to a file, and give that"
         )
     return path.open("rb")
+
+
+def _conversion(path: Path, first_line: bytes) -> str | None:
+    """How a file of another kind becomes JSON lines; None where its first line does not show its kind."""
+    begin = first_line.removeprefix(_BYTE_ORDER_MARK).strip()
+    if begin.startswith((b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        return "it is compressed: unpack it first, such as with gunzip or unzip"
+    if begin.startswith((b"PAR1", b"ARROW1")):
+        reader = "read_parquet" if begin.startswith(b"PAR1") else "read_feather"
+        command = f"import pandas; pandas.{reader}({str(path)!r}).to_json('lines.jsonl', orient='records', lines=True)"
+        return f'write it as JSON lines, such as with pandas: python -c "{command}"'
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return f"convert it: iconv -f UTF-16 -t UTF-8 {path} > lines.jsonl"
+    if begin in {b"[", b"{", b"[{"}:
+        return f"write one object per line: jq -c '{'.' if begin == b'{' else '.[]'}' {path} > lines.jsonl"
+    separator = "\t" if b"\t" in begin else ","
+    if separator.encode() in begin and begin[:1] not in b"[{":
+        table = (
+            f"csv.DictReader(open({str(path)!r}, newline='', encoding='utf-8-sig'), delimiter={separator!r})"
+        )
+        command = f"import csv, json; [print(json.dumps(row)) for row in {table}]"
+        return f'if it is a table with a line of names, write it as JSON lines: python -c "{command}" > lines.jsonl'
+    return None
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

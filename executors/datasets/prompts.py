@@ -8,6 +8,7 @@ alone. A template without ``{label}`` is plain language modelling.
 from __future__ import annotations
 
 import difflib
+import json
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,7 +159,7 @@ class PromptTemplate:
                 span = (len(out), len(out) + len(word))
                 out += word
             elif name is not None:
-                out += _plain(_field(line, name, self.text))
+                out += _plain(_field(line, name, self.text), name)
         return out, span if word is not None else (0, len(out))
 
     def words(self, line: JsonObject) -> tuple[tuple[str, ...], int]:
@@ -168,7 +169,7 @@ class PromptTemplate:
         """
         label = _field(line, LABEL_FIELD, self.text)
         if self.label_words:
-            key = _plain(label)
+            key = _plain(label, LABEL_FIELD)
             if key not in self.label_words:
                 known = ", ".join(f"{name}={word}" for name, word in self.label_words.items())
                 raise DataError(
@@ -178,7 +179,7 @@ class PromptTemplate:
             return tuple(self.label_words.values()), list(self.label_words).index(key)
         if CHOICES_FIELD in line:
             return _chosen(line[CHOICES_FIELD], label)
-        return (_plain(label),), 0
+        return (_plain(label, LABEL_FIELD),), 0
 
     def candidates(self, line: JsonObject) -> tuple[list[tuple[str, tuple[int, int]]], int]:
         """Return a line's candidates as :meth:`fill` does, and the index of the right one."""
@@ -254,7 +255,7 @@ def _field(line: JsonObject, name: str, template: str) -> object:
 def _chosen(choices: object, label: object) -> tuple[tuple[str, ...], int]:
     if not isinstance(choices, list) or not choices:
         raise DataError(f"choices must be a list of answers, got {choices!r}"[:200])
-    words = tuple(_plain(choice) for choice in choices)
+    words = tuple(_plain(choice, CHOICES_FIELD) for choice in choices)
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(words):
         return words, label
     if isinstance(label, str) and label in words:
@@ -265,9 +266,13 @@ def _chosen(choices: object, label: object) -> tuple[tuple[str, ...], int]:
     )
 
 
-def _plain(value: object) -> str:
+def _plain(value: object, name: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | int | float):
         return str(value)
-    raise DataError(f"a template's field must be text or a number, got {type(value).__name__}")
+    shown = json.dumps(value, ensure_ascii=False)
+    raise DataError(
+        f"the field {name} of a template must be text or a number, got {shown:.60}",
+        hint=f"write {name} as text, or leave the line out",
+    )

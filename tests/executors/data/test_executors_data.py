@@ -104,6 +104,28 @@ class TestLines:
             Example((1, 2), (IGNORED_LABEL, 5)),
         ]
 
+    @pytest.mark.parametrize(
+        ("content", "hint"),
+        [
+            (b'text,label\n"a, b",1\n', "csv.DictReader(open("),
+            (b"text\tlabel\na\t1\n", r"delimiter='\t'"),
+            (b"PAR1\xff\xfe", "pandas.read_parquet("),
+            (b"ARROW1\0\0\xff", "pandas.read_feather("),
+            (b"\x1f\x8b\x08\xff", "unpack it first"),
+            ('{"text": "a"}'.encode("utf-16"), "iconv -f UTF-16"),
+            ('{"text": "é"}'.encode("latin1"), "iconv -f LATIN1"),
+            (b'[\n {"text": "a"}\n]\n', "jq -c '.[]'"),
+            (b'{\n "text": "a"\n}\n', "jq -c '.'"),
+        ],
+    )
+    def test_files_of_other_kinds_are_told_how_to_become_lines(
+        self, tmp_path: Path, content: bytes, hint: str
+    ) -> None:
+        (tmp_path / "data").write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            open_dataset(tmp_path / "data")
+        assert hint in (caught.value.hint or "")
+
     def test_blank_lines_and_byte_order_marks_do_not_count(self, tmp_path: Path) -> None:
         path = tmp_path / "data.jsonl"
         path.write_bytes(b'\xef\xbb\xbf{"input_ids": [1, 1]}\r\n\n  \n{"input_ids": [2, 2]}')
@@ -294,7 +316,12 @@ class TestPrompts:
                 "uses {text}, but the line has no such field\n\nhint: did you mean txt",
             ),
             ({"text": "a"}, TEMPLATE, "uses {label}"),
-            ({"text": ["a"], "label": 1}, TEMPLATE, "must be text or a number, got list"),
+            (
+                {"text": ["a"], "label": 1},
+                TEMPLATE,
+                'the field text of a template must be text or a number, got ["a"]',
+            ),
+            ({"messages": [{"role": "user"}]}, None, "its fields are messages; none is text"),
             (
                 {"text": "a", "choices": "b", "label": 0},
                 PromptTemplate("{text} {label}"),
@@ -312,7 +339,7 @@ class TestPrompts:
         tmp_path: Path,
         tokenizer: PreTrainedTokenizerFast,
         line: dict[str, Any],
-        template: PromptTemplate,
+        template: PromptTemplate | None,
         complaint: str,
     ) -> None:
         with pytest.raises(DataError) as caught:
