@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel import read_model_spec
-from topology.errors import Hazard, PlanError, ProgramError, ZosimError
+from topology.errors import Hazard, PlanError, ProgramError
 from zosim.eval_points import EvalPoint
 from zosim.lowering import lower_all
 from zosim.plans import Estimator, Mesh, Perturbations, Placement, Plan, Residency, Schedule, Split
 from zosim.program import Program
-from zosim.program.instructions import Dependency, Instruction
+from zosim.program.instructions import Access, Dependency, Instruction
 from zosim.program.operations import Collective, Recv, Scalar, Send
 from zosim.program.program_set import ProgramSet
 from zosim.program.validate_set import validate_set
@@ -151,71 +151,55 @@ def test_reading_more_than_a_share_without_peers_is_refused() -> None:
         validate_set(both)
 
 
-def test_a_collective_without_partner_is_refused() -> None:
-    programs = lower_all(plan(Mesh(data=2), "sliced"))
-    lonely = edited(programs, 1, lambda item: None if item.id == "losses/all_gather" else item)
-    with pytest.raises(ZosimError):
-        validate_set(lonely)
+def without(name: str) -> Callable[[Instruction], Instruction | None]:
+    return lambda item: None if item.id == name else item
 
 
-def test_collectives_of_unlike_sizes_are_refused() -> None:
-    programs = lower_all(plan(Mesh(data=2), "private"))
-
-    def half(item: Instruction) -> Instruction:
-        if isinstance(item.op, Scalar) and item.op.function == "pack_losses":
-            return replace(item, writes=tuple(replace(a, size_bytes=a.size_bytes // 2) for a in item.writes))
-        if isinstance(item.op, Collective):
-            return replace(item, reads=tuple(replace(a, size_bytes=a.size_bytes // 2) for a in item.reads))
-        return item
-
-    with pytest.raises(Hazard, match="do not match: rank 0 runs"):
-        validate_set(edited(programs, 1, half))
+def waiting(name: str, other: str) -> Callable[[Instruction], Instruction]:
+    """Let an instruction wait for one of the peers."""
+    after = Dependency(other, 0, "host")
+    return lambda item: replace(item, after=(*item.after, after)) if item.id == name else item
 
 
-def test_ranks_that_wait_for_each_other_are_refused() -> None:
-    programs = lower_all(plan(Mesh(perturb=2)))
-
-    def wait(item: Instruction) -> Instruction:
-        if item.id == "block.0/upload":
-            return replace(item, after=(*item.after, Dependency("block.0/offload", 0, "host")))
-        return item
-
-    with pytest.raises(Hazard, match="deadlock between ranks"):
-        validate_set(edited(programs, 0, wait))
+def resized(accesses: tuple[Access, ...], size: Callable[[int], int]) -> tuple[Access, ...]:
+    return tuple(replace(access, size_bytes=size(access.size_bytes)) for access in accesses)
 
 
-def test_waiting_for_what_peers_do_not_have_is_refused() -> None:
-    programs = lower_all(plan(Mesh(perturb=2)))
-
-    def wait(item: Instruction) -> Instruction:
-        if item.id == "head/forward[q0+]":
-            return replace(item, after=(*item.after, Dependency("block.0/forward[q0+]", 0, "host")))
-        return item
-
-    with pytest.raises(ProgramError, match="has no such instruction"):
-        validate_set(edited(programs, 0, wait))
+def half_of_a_collective(item: Instruction) -> Instruction:
+    if isinstance(item.op, Scalar) and item.op.function == "pack_losses":
+        return replace(item, writes=resized(item.writes, lambda size: size // 2))
+    if isinstance(item.op, Collective):
+        return replace(item, reads=resized(item.reads, lambda size: size // 2))
+    return item
 
 
-def test_a_range_that_cannot_be_shared_out_is_refused() -> None:
-    programs = lower_all(plan(Mesh(perturb=2), "sliced"))
-
-    def odd(item: Instruction) -> Instruction:
-        if item.id == "block.0/offload":
-            return replace(item, reads=tuple(replace(a, size_bytes=a.size_bytes - 1) for a in item.reads))
-        return item
-
-    with pytest.raises(ProgramError, match="into 2 shares"):
-        validate_set(edited(programs, 0, odd))
+def odd_range(item: Instruction) -> Instruction:
+    is_it = item.id == "block.0/offload"
+    return replace(item, reads=resized(item.reads, lambda size: size - 1)) if is_it else item
 
 
-def test_a_group_that_is_not_there_is_refused() -> None:
-    programs = lower_all(plan(Mesh(perturb=2), "sliced"))
+def of_another_group(item: Instruction) -> Instruction:
+    return replace(item, op=Collective("all_gather", "rack")) if isinstance(item.op, Collective) else item
 
-    def elsewhere(item: Instruction) -> Instruction:
-        return replace(item, op=Collective("all_gather", "rack")) if isinstance(item.op, Collective) else item
 
-    with pytest.raises(ProgramError, match="rack"):
-        validate_set(edited(programs, 0, elsewhere))
+@pytest.mark.parametrize(
+    ("mesh", "transfers", "role", "change", "error", "says"),
+    [
+        (Mesh(data=2), "sliced", 1, without("losses/all_gather"), ProgramError, "does not exist"),
+        (Mesh(data=2), "private", 1, half_of_a_collective, Hazard, "do not match: rank 0 runs"),
+        (Mesh(perturb=2), "shared", 0, waiting("block.0/upload", "block.0/offload"), Hazard, "deadlock between ranks"),
+        (
+            Mesh(perturb=2), "shared", 0, waiting("head/forward[q0+]", "block.0/forward[q0+]"), ProgramError,
+            "has no such instruction",
+        ),
+        (Mesh(perturb=2), "sliced", 0, odd_range, ProgramError, "into 2 shares"),
+        (Mesh(perturb=2), "sliced", 0, of_another_group, ProgramError, "rack"),
+    ],
+    ids=("collective without partner", "unlike sizes", "waiting for each other", "waiting for what is not there", "range", "group"),
+)  # fmt: skip
+def test_what_one_role_does_otherwise_is_refused(mesh, transfers, role, change, error, says) -> None:
+    with pytest.raises(error, match=says):
+        validate_set(edited(lower_all(plan(mesh, transfers)), role, change))
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from(["data", "perturb"]), st.integers(6, 20))
@@ -306,35 +290,26 @@ def test_both_holders_of_a_tied_table_do_the_same_to_it() -> None:
     assert passes[0] == passes[1] != []
 
 
+def of_no_member(item: Instruction) -> Instruction:
+    return replace(item, op=Recv("pipeline", 1)) if item.id == "recv[q0-]" else item
+
+
+def of_one_byte_less(item: Instruction) -> Instruction:
+    is_it = item.id == "recv[q0+]"
+    return replace(item, writes=resized(item.writes, lambda size: size - 1)) if is_it else item
+
+
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("stage", "change", "says"),
     [
-        (
-            lambda item: replace(item, op=Recv("pipeline", 1)) if item.id == "recv[q0-]" else item,
-            "a member of pipeline that does not exist",
-        ),
-        (
-            lambda item: (
-                replace(item, writes=tuple(replace(a, size_bytes=a.size_bytes - 1) for a in item.writes))
-                if item.id == "recv[q0+]"
-                else item
-            ),
-            "receives it as|needs",
-        ),
+        (1, of_no_member, "a member of pipeline that does not exist"),
+        (1, of_one_byte_less, "receives it as|needs"),
+        (0, without("send[q0-]"), "receives it as|sends 3 messages"),
     ],
 )
-def test_a_message_that_is_not_taken_as_sent_is_refused(
-    change: Callable[[Instruction], Instruction | None], says: str
-) -> None:
+def test_a_message_that_is_not_taken_as_sent_is_refused(stage, change, says) -> None:
     with pytest.raises((Hazard, ProgramError), match=says):
-        validate_set(edited(staged("block.5"), 1, change))
-
-
-def test_a_message_without_receiver_is_refused() -> None:
-    programs = staged("block.5")
-    unsent = edited(programs, 0, lambda item: None if item.id == "send[q0-]" else item)
-    with pytest.raises(Hazard, match=r"receives it as|sends 3 messages"):
-        validate_set(unsent)
+        validate_set(edited(staged("block.5"), stage, change))
 
 
 def test_messages_out_of_order_are_refused() -> None:
