@@ -51,11 +51,7 @@ class Document(ABC):
     def load(cls, path: str | Path) -> Self:
         """Read what :meth:`save` wrote, perhaps edited since.
 
-        Raises
-        ------
-        ZosimError
-            Of the kind's own type, if the file is missing, is no JSON object, is of a version that is not read, or holds
-            something else.
+        Raises ZosimError: of the kind's own type, if the file is missing, is no JSON object, is of a version that is not read, or holds something else.
         """
         document_type = cls.document
         data = read_json_object(path, document_type.name, document_type.error, hint=document_type.make)

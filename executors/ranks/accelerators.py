@@ -68,10 +68,7 @@ def refuse_shared(identities: Sequence[str]) -> None:
 
     `identities`: by rank: see :func:`identity_of`.
 
-    Raises
-    ------
-    RunError
-        Naming the ranks and the device.
+    Raises RunError: naming the ranks and the device.
     """
     # Sorted, ranks of one device are neighbours.
     for (device, first), (other, second) in pairwise(

@@ -265,10 +265,7 @@ class Communicator:
     def refuse_unlike(self, facts: Mapping[str, Any]) -> None:
         """Raise if ranks differ in one of `facts`.
 
-        Raises
-        ------
-        RunError
-            On all ranks; the message names the fact, the ranks that have another one than rank 0, and both values.
+        Raises RunError: on all ranks; the message names the fact, the ranks that have another one than rank 0, and both values.
         """
         rows = self.all_gather_json(dict(facts), "comparing what ranks begin with")
         for name, value in rows[0].items():

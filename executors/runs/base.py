@@ -88,10 +88,7 @@ def refuse_other_base(header: Mapping[str, Any], present: Mapping[str, Any], sou
 
     `header`: of the run. One that says nothing of its base is let pass: :func:`unknown_base` says so.
 
-    Raises
-    ------
-    RunError
-        Naming the first field or file that differs, with both values.
+    Raises RunError: naming the first field or file that differs, with both values.
     """
     recorded = header.get(BASE) or {}
     if not isinstance(recorded, dict):

@@ -163,10 +163,7 @@ class DivergenceWatch:
     def diverges(self, num_steps: int, loss: float) -> bool:
         """Note the loss of the latest of `num_steps` steps, which was taken at the weights before that step.
 
-        Returns
-        -------
-        bool
-            Whether the run diverges.
+        Returns whether the run diverges.
         """
         self._recent.append(loss)
         if self._best is None:

@@ -441,10 +441,7 @@ class Run:
     def _verify(self, session: Session) -> None:
         """Verify the weights and the steps of all ranks; if they differ, truncate the log to the last agreement.
 
-        Raises
-        ------
-        Disagreement
-            On all ranks.
+        Raises Disagreement: on all ranks.
         """
         try:
             session.verify()

@@ -145,17 +145,10 @@ class EarlierRun:
     The others need not see the directory: they get the header, the log and what else is small as bytes. All then replay
     the same steps from the same base, and so each has the weights to go on with.
 
-    Attributes
-    ----------
-    history : History or None
-        None where there is nothing to go on with.
-    directory : Path
-        Where this rank finds the small files: the run's own directory, or a copy.
+    - `history`: None where there is nothing to go on with.
+    - `directory`: Where this rank finds the small files: the run's own directory, or a copy.
 
-    Raises
-    ------
-    RunError
-        On all ranks, if the directory holds what cannot be gone on with.
+    Raises RunError: on all ranks, if the directory holds what cannot be gone on with.
     """
 
     def __init__(self, out: Path, *, resume: bool, communicator: Communicator | None) -> None:

@@ -168,10 +168,7 @@ class InProcess:
 def on_all_ranks(plan: Plan, work: Callable[[int, Communicator], Result]) -> Sequence[Result]:
     """Return what `work` returns on every rank of `plan`, given the rank and its communicator.
 
-    Raises
-    ------
-    Exception
-        What the first rank raised that did not merely miss another.
+    Raises Exception: what the first rank raised that did not merely miss another.
     """
     threaded = ThreadedRanks(plan)
     world_size = plan.placement.world_size

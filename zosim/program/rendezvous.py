@@ -121,10 +121,7 @@ class Side:
     def refuse_unordered_collectives(self) -> None:
         """Raise if two collectives of one group could start in either order.
 
-        Raises
-        ------
-        Hazard
-            Naming the two.
+        Raises Hazard: naming the two.
         """
         if not self.exchanges:
             return

@@ -66,15 +66,9 @@ def step_time_bound_of(world: World) -> float:
 def step_time_of(world: World) -> float:
     """Return the seconds per step in the steady state: by the closed form where it is exact, else by events.
 
-    Parameters
-    ----------
-    world : World
-        Best a folded one (:func:`~zosim.simulators.fold.fold`).
+    - `world`: Best a folded one (:func:`~zosim.simulators.fold.fold`).
 
-    Raises
-    ------
-    ProgramError
-        As for :func:`step_time_bound`.
+    Raises ProgramError: as for :func:`step_time_bound`.
     """
     alone = at_own_speeds(world)
     period_s = None if alone is None else _run(alone)[0]

@@ -40,10 +40,7 @@ Node = tuple[int, Sequence[Edge]]
 def in_order(edges: Sequence[Sequence[Edge]]) -> list[Node]:
     """Return the nodes of a position, each after those of its own position that it waits for.
 
-    Raises
-    ------
-    CycleError
-        Of `graphlib`, if they wait for each other in a circle.
+    Raises CycleError: of `graphlib`, if they wait for each other in a circle.
     """
     here = {n: [before for distance, before in awaited if not distance] for n, awaited in enumerate(edges)}
     return [(number, edges[number]) for number in TopologicalSorter(here).static_order()]
