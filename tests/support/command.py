@@ -21,6 +21,18 @@ def zosim(*arguments) -> int:
     return 0
 
 
+def run_words(model, data, out, *more, **options):
+    """Return the words of a run in this process; options by their names, such as ``steps=4``, before those in `more`."""
+    named = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    fixed = ("--no-launch", "--no-tensorboard", "--out", out)
+    return ["run", "--model", model, "--data", data, *fixed, *named, *more]
+
+
+def train(model, data, out, *more, **options):
+    """Run in this process, and return the exit code; options as of :func:`run_words`."""
+    return zosim(*run_words(model, data, out, *more, **options))
+
+
 def saved_model(name, folder, **options):
     """Write a tiny model, and return its directory."""
     model_of(name, **options).save_pretrained(folder / name)

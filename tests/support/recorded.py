@@ -6,7 +6,7 @@ import json
 
 from executors.runs.jsonlines import read_lines
 from executors.runs.runlog import read_header, write_header
-from tests.support.command import loaded, rows_of, saved_lines, saved_model, zosim
+from tests.support.command import loaded, rows_of, run_words, saved_lines, saved_model, zosim
 from tests.support.reference_mezo import differing
 
 STEPS, BATCH = 12, 3
@@ -16,11 +16,8 @@ RESIDENT = ("--residency", "resident")
 
 def options(inputs, out, *more):
     """Return the command that runs on `inputs`."""
-    model, data = inputs
-    return [
-        "run", "--model", model, "--data", data, "--steps", STEPS, "--batch", BATCH, "--no-launch",
-        "--no-tensorboard", "--lr", 1e-3, "--weight-decay", 0.1, "--digest-every", 4, "--out", out, *more,
-    ]  # fmt: skip
+    named = {"steps": STEPS, "batch": BATCH, "lr": 1e-3, "weight_decay": 0.1, "digest_every": 4}
+    return run_words(*inputs, out, *more, **named)
 
 
 def truncate(run, num_rows, *, torn=b""):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from executors.runs.evaluate import normalised, word_f1
-from tests.support.command import saved_lines, saved_model, zosim
+from tests.support import command
+from tests.support.command import saved_lines, saved_model
 from tests.support.tiny import model_of
 
 TEMPLATE = "{question}?{label}"
@@ -32,11 +34,7 @@ def inputs(tmp_path_factory):
     return folder / "model", folder / "data.jsonl", lines, tokenizer
 
 
-def train(model, data, out, *more):
-    return zosim(
-        "run", "--model", model, "--data", data, "--steps", 4, "--batch", 4, "--no-launch", "--no-tensorboard",
-        "--lr", 1e-3, "--residency", "offloaded", "--out", out, *more,
-    )  # fmt: skip
+train = partial(command.train, steps=4, batch=4, lr=1e-3, residency="offloaded")
 
 
 def evaluations(out):

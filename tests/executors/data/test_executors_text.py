@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
-from tests.support.command import saved_model, zosim
+from tests.support import command
+from tests.support.command import saved_model
 from tests.support.text import OPTIONS, text_line, word_tokenizer, write_text
 from zosim import compare
 from zosim.plans import Plan
@@ -30,11 +32,7 @@ def data(tmp_path):
     return write_text(tmp_path / "text.jsonl", LENGTHS)
 
 
-def train(model, data, out, *more, steps=6):
-    return zosim(
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 2, "--shuffle", "off",
-        "--no-launch", "--no-tensorboard", "--out", out, *more,
-    )  # fmt: skip
+train = partial(command.train, steps=6, batch=2, shuffle="off")
 
 
 def metrics_of(out):

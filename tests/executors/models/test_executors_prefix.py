@@ -14,6 +14,7 @@ from costmodel.models.configs import Prefix
 from executors.models.loading import load_model
 from executors.models.prefix import CONFIG_NAME, WEIGHTS_NAME, attach_prefix, load_prefix, save_prefix
 from executors.models.transformers_interface import AttentionArguments
+from tests.support import command
 from tests.support.command import rows_of, zosim
 from tests.support.reference_mezo import CACHE, CachedPrefix, differing
 from tests.support.tiny import CONFIGS, SHAPE, SPECIAL, batches, model_of
@@ -144,11 +145,8 @@ def test_an_attention_module_that_reads_no_cache_does_not_pass_for_one():
 
 
 def train(inputs, out, *more):
-    model, data = inputs
-    return zosim(
-        "run", "--model", model, "--data", data, "--steps", 8, "--batch", 3, "--no-launch", "--no-tensorboard",
-        "--lr", 1e-2, "--eps", 1e-2, "--digest-every", 4, "--checkpoint-every", 4, "--out", out, *more,
-    )  # fmt: skip
+    options = {"steps": 8, "batch": 3, "lr": 1e-2, "eps": 1e-2, "digest_every": 4, "checkpoint_every": 4}
+    return command.train(*inputs, out, *more, **options)
 
 
 def prefix_in(run):

@@ -16,7 +16,7 @@ from executors.runs.run import run_in_rank
 from executors.runs.session import Session
 from executors.runs.settings import DataSettings, RunOptions, RunSettings
 from proofs_checks.setups.ranks import on_all_ranks
-from tests.support import distributed, faults, staged
+from tests.support import command, distributed, faults, staged
 from tests.support.command import rows_of, zosim
 from tests.support.distributed import OFFLOADED, SHARED, SLICED, plan_for
 from tests.support.tiny import batches, model_of
@@ -137,11 +137,9 @@ def test_other_inputs_of_one_rank_are_named_on_all_ranks(placement, fault):
 
 
 def train(inputs, out, *more, steps=7):
-    model, data = inputs
-    return zosim(
-        "run", "--model", model, "--data", data, "--out", out, "--steps", steps, "--batch", 4, "--lr", "1e-3",
-        "--digest-every", 2, "--checkpoint-every", 3, "--no-launch", "--no-tensorboard", *more,
-    )  # fmt: skip
+    return command.train(
+        *inputs, out, *more, steps=steps, batch=4, lr=1e-3, digest_every=2, checkpoint_every=3
+    )
 
 
 @pytest.mark.crossed(quick=2)

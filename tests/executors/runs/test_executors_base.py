@@ -9,13 +9,12 @@ import pytest
 from executors.models.corpus import byte_tokenizer
 from executors.runs.base import refuse_other_base
 from executors.runs.runlog import read_header, write_header
-from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.command import rows_of, saved_lines, saved_model, train, zosim
 from topology.errors import RunError
 
 
 def begun(model, data, out, *more):
-    assert zosim("run", "--model", model, "--data", data, "--steps", 2, "--batch", 2, "--lr", 1e-3, "--no-tensorboard",
-                 "--no-launch", "--residency", "resident", "--out", out, *more) == 0  # fmt: skip
+    assert train(model, data, out, *more, steps=2, batch=2, lr=1e-3, residency="resident") == 0
     return out
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from executors.ranks import host_memory
 from executors.runs import history as history_module
 from executors.runs.history import read_history
 from executors.runs.runlog import read_header
+from tests.support import command
 from tests.support.command import loaded, saved_lines, saved_model, zosim
 from tests.support.reference_mezo import differing
 from topology.errors import refusal_of_machine
@@ -25,11 +27,7 @@ def inputs(tmp_path):
     return saved_model("opt", tmp_path), tmp_path / "data.jsonl"
 
 
-def train(model, data, out, *more, steps=3):
-    return zosim(
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--shuffle", "off",
-        "--no-launch", "--no-tensorboard", "--out", out, *more,
-    )  # fmt: skip
+train = partial(command.train, steps=3, batch=3, shuffle="off")
 
 
 def test_a_run_goes_on_with_the_threads_of_its_record(inputs, tmp_path, capsys, monkeypatch):

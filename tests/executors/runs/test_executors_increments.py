@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from executors.models.increments import AdapterState, Increments
 from executors.runs.increments_of_run import write_adapter
-from tests.support.command import loaded, zosim
+from tests.support.command import loaded, train, zosim
 from topology.errors import ModelError, RunError
 
 STEPS = 7
@@ -68,12 +68,7 @@ def test_a_bound_that_holds_nothing_but_the_present_window_is_refused():
 
 
 def trained(inputs, out, *more, steps=STEPS):
-    model, data = inputs
-    command = [
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--no-launch", "--no-tensorboard",
-        "--lr", 1e-2, "--lazy-steps", 3, "--out", out, *more,
-    ]  # fmt: skip
-    assert zosim(*command) == 0
+    assert train(*inputs, out, *more, steps=steps, batch=3, lr=1e-2, lazy_steps=3) == 0
     return out
 
 

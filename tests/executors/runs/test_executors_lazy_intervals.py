@@ -22,7 +22,7 @@ from executors.runs.adapters import attach
 from executors.runs.lazy_intervals import LazyIntervals, lazy_intervals_of, rounded_up
 from executors.runs.session import Session
 from tests.support.builders import unshared
-from tests.support.command import loaded, rows_of, zosim
+from tests.support.command import loaded, rows_of, run_words, zosim
 from tests.support.distributed import OFFLOADED
 from tests.support.forked import Command
 from tests.support.tiny import batches, model_of, plan_of
@@ -175,12 +175,9 @@ def test_what_cannot_be_is_refused():
 
 
 def command_of(inputs, out, steps, *more):
-    model, data = inputs
-    return [
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--no-launch", "--no-tensorboard",
-        "--lr", 0.3, "--out", out, "--lora-rank", 2, "--lora-targets", "q_proj,v_proj", "--lora-lazy-steps", 3,
-        "--lora-max-rank", 4, "--weights", "adapters", "--checkpoint-every", 2, *more,
-    ]  # fmt: skip
+    lora = {"lora_rank": 2, "lora_targets": "q_proj,v_proj", "lora_lazy_steps": 3, "lora_max_rank": 4}
+    options = {"steps": steps, "batch": 3, "lr": 0.3, "weights": "adapters", "checkpoint_every": 2}
+    return run_words(*inputs, out, *more, **options, **lora)
 
 
 def run(inputs, out, steps, *more):

@@ -9,6 +9,7 @@ import pytest
 import zosim
 from executors.ranks.mesh import launch_lines
 from executors.runs.planning import planned_device, where_it_runs
+from tests.support.command import run_words
 from tests.support.command import zosim as command
 from topology.errors import PlanError, RunError
 from zosim.plans import Placement, Plan
@@ -31,10 +32,7 @@ def placed(plan, topology, *devices, hosts=()):
 
 
 def train(inputs, out, *more):
-    model, data = inputs
-    return command(
-        "run", "--model", model, "--data", data, "--steps", 2, "--no-launch", "--no-tensorboard", "--out", out, *more
-    )  # fmt: skip
+    return command(*run_words(*inputs, out, *more, steps=2))
 
 
 def test_a_plan_for_a_gpu_is_not_run_on_the_cpu_unless_that_is_named(inputs, plan, tmp_path, capsys):

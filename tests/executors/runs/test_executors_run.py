@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from executors.models.lora import attach_lora
 from executors.runs.adapters import recorded_adapters
 from executors.runs.runlog import read_header
+from tests.support import command
 from tests.support.command import batch_of, loaded, rows_of, saved_lines, saved_model, zosim
 from tests.support.reference_mezo import LiteralMezo, differing
 from zosim.plans import Plan
@@ -29,11 +31,7 @@ def inputs(tmp_path):
     return saved_model("opt", tmp_path), tmp_path / "data.jsonl", lines
 
 
-def train(model, data, out, *more, steps=STEPS):
-    return zosim(
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", BATCH, "--shuffle", "off",
-        "--no-launch", "--no-tensorboard", "--out", out, *more,
-    )  # fmt: skip
+train = partial(command.train, steps=STEPS, batch=BATCH, shuffle="off")
 
 
 def literal(model, lines, rows, rate_at, *, decay, steps=STEPS, fp64=False):

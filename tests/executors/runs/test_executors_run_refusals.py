@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from executors.runs.settings import EvaluationSettings
+from tests.support import command
 from tests.support.command import loaded, rows_of, zosim
 from tests.support.reference_mezo import differing
 from topology.errors import RunError
@@ -17,11 +19,7 @@ from topology.errors import RunError
 STEPS, BATCH = 5, 3
 
 
-def train(model, data, out, *more, steps=STEPS):
-    return zosim(
-        "run", "--model", model, "--data", data, "--steps", steps, "--batch", BATCH, "--shuffle", "off",
-        "--no-launch", "--no-tensorboard", "--out", out, *more,
-    )  # fmt: skip
+train = partial(command.train, steps=STEPS, batch=BATCH, shuffle="off")
 
 
 def test_a_narrower_transfer_format_needs_leave(inputs, tmp_path, capsys):

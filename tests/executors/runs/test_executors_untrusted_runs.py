@@ -22,7 +22,7 @@ from executors.runs.runlog import read_header, write_header
 from executors.runs.tokenizer_trial import growth
 from executors.serving.peft import read_adapter
 from executors.serving.versions import Versions
-from tests.support.command import rows_of, saved_lines, saved_model, zosim
+from tests.support.command import rows_of, saved_lines, saved_model, train, zosim
 from topology.errors import ModelError, RunError
 
 EVIL = "import pathlib\npathlib.Path({marker!r}).write_text('ran')\ndef loss(logits, batch):\n    return logits.double().mean()\n"
@@ -35,10 +35,7 @@ def inputs(tmp_path):
 
 
 def begun(inputs, out, *more, steps=2):
-    model, data = inputs
-    words = ["run", "--model", model, "--data", data, "--steps", steps, "--batch", 3, "--lr", 1e-3, "--no-tensorboard",
-             "--no-launch", "--residency", "resident", "--out", out, *more]  # fmt: skip
-    assert zosim(*words) == 0
+    assert train(*inputs, out, *more, steps=steps, batch=3, lr=1e-3, residency="resident") == 0
     return out
 
 
