@@ -73,12 +73,18 @@ class MaxPlus(Generic[Time]):
         ends: dict[int, Time] = {}
         self.starts.append(starts)
         all_ends.append(ends)
+        if not is_plain:
+            for (number, edges), alone_s in zip(nodes, seconds, strict=True):
+                awaited = (all_ends[position - distance][n] for distance, n in edges if distance <= position)
+                starts[number] = start_s = reduce(latest, awaited, self._zero)
+                ends[number] = start_s + alone_s
+            return ends
+        # Most of a bound's time goes here: no calls.
         for (number, edges), alone_s in zip(nodes, seconds, strict=True):
-            awaited: list[Time] = [
-                all_ends[position - distance][n] for distance, n in edges if distance <= position
-            ]
-            # One call for all of them: most of a bound's time goes here.
-            start_s = latest([self._zero, *awaited]) if is_plain else reduce(latest, awaited, self._zero)
+            start_s = self._zero
+            for distance, n in edges:
+                if distance <= position and (end_s := all_ends[position - distance][n]) > start_s:
+                    start_s = end_s
             starts[number], ends[number] = start_s, start_s + alone_s
         return ends
 
