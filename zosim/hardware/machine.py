@@ -254,14 +254,31 @@ class Machine:
             return self.shape
         profile, _, *others = self.shape
         own = (self.kernels, self.cores, self.issuer)
+        capacities = (self.capacities[name] if name in own else None for name in self.capacities)
+        return (profile, *capacities, *self._limits, *others)
+
+    @cached_property
+    def alone_s(self) -> tuple[object, ...]:
+        """What decides how many seconds activities take with nothing beside them, whatever they take of which resource."""
+        if not self.kernels:
+            return self.shape
+        paths = (
+            (name, replace(path, uses=()))
+            for known in (self.rings, self.channels, self.host_channels)
+            for name, path in known.items()
+        )
+        return (id(self.profile), self.far_share, tuple(self.wires.items()), *self._limits, *paths)
+
+    @property
+    def _limits(self) -> tuple[object, ...]:
+        """The bandwidth of each way of copies, and of drives."""
         limits = (
             min((self.capacities[name] for name in route), default=math.inf)
             for known in (self.routes, self.far_routes)
             for route in known.values()
         )
         drives = self.drives and (self.drives.read_bytes_per_s, self.drives.write_bytes_per_s)
-        capacities = (self.capacities[name] if name in own else None for name in self.capacities)
-        return (profile, *capacities, *limits, drives, *others)
+        return (*limits, drives)
 
     def among_ranks(self) -> Machine:
         """Return the machine of a rank that has others on its host: cores that all work at once do less than one alone."""

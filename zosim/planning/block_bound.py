@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, groupby
 from math import ceil, inf
+from operator import mul
 from typing import NamedTuple
 
 from costmodel.estimate import estimate
@@ -100,10 +101,15 @@ class BlockBounder:
         self._model = model
         # Blocks that are unlike each other are written out.
         self._is_long = shortest(model) is not model
+        self._numbers: dict[Hashable, int] = {}
+        self._machines: dict[int, tuple[Machine, int, int]] = {}
         self._known_bounds: dict[Hashable, BlockBound] = {}
         self._two_blocks: dict[Hashable, _TwoBlocks] = {}
-        self._prices: dict[Hashable, _Prices] = {}
+        self._tallies: dict[Hashable, _Tally] = {}
+        self._paces: dict[Hashable, _Pace] = {}
+        self._periods: dict[Hashable, float] = {}
         self._buffers: dict[Hashable, tuple[Buffer, ...]] = {}
+        self._footprints: dict[Hashable, Footprint] = {}
         self._losses: dict[Hashable, Work] = {}
         self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
@@ -115,7 +121,7 @@ class BlockBounder:
         """Return the seconds per step of stages that wait for each other's messages and losses, at least."""
         if not plan.copies_overlap:
             return 0.0
-        stages = [self._stage(plan, rank, machines[rank])[0] for rank in ranks]
+        stages = [self._stage(plan, rank, machines[rank], self._does(plan, rank))[0] for rank in ranks]
         # With the graphs and the seconds that the key names, which so stay alive.
         key = tuple((id(stage.graph), id(stage.seconds), stage.step_s) for stage in stages)
         if key not in self._pipelines:
@@ -124,7 +130,7 @@ class BlockBounder:
 
     def loss_s(self, plan: Plan, rank: int, machine: Machine) -> float:
         """Return the seconds of one forward of the head, whose loss is taken as `plan` says."""
-        key = len(plan.rows_of(rank)), plan.forward, plan.weights, plan.low_bits, machine.alone
+        key = len(plan.rows_of(rank)), plan.forward, plan.weights, plan.low_bits, self._alone(machine)[1]
         if key not in self._loss_s:
             self._loss_s[key] = estimate(StepWriter(plan, rank).loss_work(), machine.profile).seconds
         return self._loss_s[key]
@@ -137,26 +143,31 @@ class BlockBounder:
 
     def bound(self, plan: Plan, rank: int, machine: Machine) -> BlockBound:
         """Return what `rank` of `plan` takes on `machine`, at least."""
-        role, num_staging_buffers = _role(plan, rank), plan.residency.num_staging_buffers
+        does = self._does(plan, rank)
         # Ranks that do the same on machines alike but for names have one bound.
-        key = role, _shares(plan, rank), num_staging_buffers, plan.forward.loss_chunk_tokens, machine.alone
+        key = does, self._alone(machine)[0]
         if key not in self._known_bounds:
-            stage, prices = self._stage(plan, rank, machine)
-            two_blocks = self._two_blocks_of(plan, rank, role)
-            memory = self.footprint(plan, rank, machine)
-            period = period_s([stage]) if plan.copies_overlap else chained_s(stage)
+            stage, pace = self._stage(plan, rank, machine, does)
+            period_key = does, self._alone(machine)[1]
+            if period_key not in self._periods:
+                self._periods[period_key] = period_s([stage]) if plan.copies_overlap else chained_s(stage)
+                if plan.num_stages == 1:
+                    # They are the same whatever is forwarded, so they tell plans of other meshes something.
+                    known = self._passes_s.setdefault(_passes(plan, machine), {})
+                    known[plan.eval_points_of(rank)] = self._two_blocks[does.role].passes_s(stage.seconds)
+            loads, behind = self._loads(self._tallies[does.of_blocks], self._two_blocks[does.role], machine)
             # The first blocks come up into buffers that are free by then.
-            num_early = num_staging_buffers + NUM_BLOCKS
+            num_early = does.num_staging_buffers + NUM_BLOCKS
             num_offloaded = plan.residency.num_offloaded(plan.model.num_blocks) or 1
             fraction = max(0.0, 1 - num_early / num_offloaded)
-            behind = tuple(amount * fraction for amount in prices.loads_behind)
             self._known_bounds[key] = BlockBound(
-                period, prices.loads, behind, prices.computed_s, memory, prices.num_instructions
+                self._periods[period_key],
+                loads,
+                tuple(amount * fraction for amount in behind),
+                pace.computed_s,
+                self._footprint(plan, rank, machine, does),
+                self._tallies[does.of_blocks].num_instructions,
             )
-            if plan.num_stages == 1:
-                # They are the same whatever is forwarded, so they tell plans of other meshes something.
-                known = self._passes_s.setdefault(_passes(plan, machine), {})
-                known[plan.eval_points_of(rank)] = two_blocks.passes_s(stage.seconds)
         return self._known_bounds[key]
 
     def few_blocks(self, plan: Plan, rank: int, alike: Hashable) -> _TwoBlocks:
@@ -166,13 +177,37 @@ class BlockBounder:
 
     def footprint(self, plan: Plan, rank: int, machine: Machine) -> Footprint:
         """Return the memory that `rank` of `plan` takes on `machine`."""
+        return self._footprint(plan, rank, machine, self._does(plan, rank))
+
+    def _footprint(self, plan: Plan, rank: int, machine: Machine, does: _Does) -> Footprint:
+        key = does, id(machine.profile)
+        if key not in self._footprints:
+            loss = self._loss_work(plan, rank, does)
+            workspace_bytes = self._two_blocks_of(plan, rank, does.role).workspace_bytes(loss)
+            whole = does._replace(loss_chunk_tokens=None)
+            if whole not in self._buffers:
+                self._buffers[whole] = tuple(self._all_buffers(plan, rank))
+            self._footprints[key] = footprint_of(self._buffers[whole], workspace_bytes, machine.profile)
+        return self._footprints[key]
+
+    def _does(self, plan: Plan, rank: int) -> _Does:
+        """Return what a rank does, with a number for its role: the same one for equal roles, which are long."""
         role = _role(plan, rank)
-        key = role, _shares(plan, rank), plan.residency.num_staging_buffers
-        if key not in self._buffers:
-            self._buffers[key] = tuple(self._all_buffers(plan, rank))
-        loss = self._loss_work(plan, rank, role)
-        workspace_bytes = self._two_blocks_of(plan, rank, role).workspace_bytes(loss)
-        return footprint_of(self._buffers[key], workspace_bytes, machine.profile)
+        return _Does(
+            self._numbers.setdefault(role, len(self._numbers)),
+            _shares(plan, rank),
+            plan.forward.loss_chunk_tokens,
+            plan.residency.num_staging_buffers,
+        )
+
+    def _alone(self, machine: Machine) -> tuple[int, int]:
+        """Return numbers for what activities take alone on a machine, and for their seconds."""
+        if id(machine) not in self._machines:
+            alone, alone_s = (
+                self._numbers.setdefault(key, len(self._numbers)) for key in (machine.alone, machine.alone_s)
+            )
+            self._machines[id(machine)] = machine, alone, alone_s  # which so stays alive
+        return self._machines[id(machine)][1:]
 
     def _two_blocks_of(self, plan: Plan, rank: int, role: Hashable, taken: Plan | None = None) -> _TwoBlocks:
         if role not in self._two_blocks:
@@ -184,22 +219,29 @@ class BlockBounder:
         return self._two_blocks[role]
 
     def _all_buffers(self, plan: Plan, rank: int) -> Iterator[Buffer]:
-        """Yield the buffers of a rank; where blocks are alike, those of the last stand for all behind those of the staging buffers."""
-        num_few, num_blocks = plan.residency.num_staging_buffers + 1, plan.model.num_blocks
-        is_plain = self._is_long and plan.num_stages == 1 and not plan.split_points
-        is_plain = is_plain and not plan.uses_disks and plan.residency.num_resident_blocks is None
-        if not is_plain or num_few >= num_blocks:
+        """Yield the buffers of a rank; where blocks are alike, one that stays and the last that moves stand for all others."""
+        residency, num_blocks = plan.residency, plan.model.num_blocks
+        num_moving = residency.num_offloaded(num_blocks) or num_blocks
+        num_staying, num_few = num_blocks - num_moving, residency.num_staging_buffers + 1
+        is_plain = self._is_long and plan.num_stages == 1 and not plan.split_points and not plan.uses_disks
+        if not is_plain or num_few >= num_moving:
             yield from StepWriter(plan, rank).buffers()
             return
-        few = plan.model_copy(update={"model": self._with_few(num_few)})
-        buffers = StepWriter(few, rank).buffers()
+        few = num_few + (num_staying > 0)
+        residency = residency.model_copy(update={"num_resident_blocks": 1 if num_staying else None})
+        buffers = StepWriter(
+            plan.model_copy(update={"model": self._with_few(few), "residency": residency}), rank
+        ).buffers()
         if Rank(plan, rank).is_full_pass and any(buffer.role == "copies" for buffer in buffers):
             # One buffer holds a copy of the whole model.
             yield from StepWriter(plan, rank).buffers()
             return
-        last = f".{block_segment(num_few - 1)}."
+        # The first block stays where one does.
+        standing = {f".{block_segment(few - 1)}.": num_moving - num_few + 1}
+        if num_staying:
+            standing[f".{block_segment(0)}."] = num_staying
         for buffer in buffers:
-            count = num_blocks - num_few + 1 if last in f".{buffer.name}." else 1
+            count = next((n for name, n in standing.items() if name in f".{buffer.name}."), 1)
             yield replace(buffer, size_bytes=count * buffer.size_bytes)
 
     def _with_few(self, num_blocks: int) -> ModelSpec:
@@ -208,63 +250,52 @@ class BlockBounder:
             self._few_blocks[num_blocks] = with_blocks(self._model, range(num_blocks))
         return self._few_blocks[num_blocks]
 
-    def _stage(self, plan: Plan, rank: int, machine: Machine) -> tuple[StageStep, _Prices]:
-        """Return who waits for whom in a step of a rank with what its instructions take, and what they take of resources.
+    def _stage(self, plan: Plan, rank: int, machine: Machine, does: _Does) -> tuple[StageStep, _Pace]:
+        """Return who waits for whom in a step of a rank with what its instructions take.
 
         Of these the number of staging buffers changes the first alone, and chunks of the loss what the head's forwards take.
         """
-        role = _role(plan, rank)
-        two_blocks = self._two_blocks_of(plan, rank, role)
-        shares = _shares(plan, rank)
-        key = role, shares, plan.forward.loss_chunk_tokens, machine.alone
-        if key not in self._prices:
-            loss = self._loss_work(plan, rank, role)
-            # Every resource has a place, so that loads of machines alike can be added by position.
-            loads = dict.fromkeys(machine.capacities, 0.0)
-            behind = dict(loads)
-            computed_s, is_exchanged, num_instructions = 0.0, False, 0.0
-            seconds = []
-            for execution in two_blocks.executions:
-                items = [
-                    replace(item, work=loss) if loss is not None and _takes_loss(item) else item
-                    for item in execution.instructions
-                ]
-                activities = [self._activity(item, two_blocks.program, machine) for item in items]
-                # Where it is not known which blocks come from elsewhere, nothing is known to wait for that.
-                seconds.append(
-                    [
-                        activity.seconds if _is_written_out(plan) or shares.of(item) == 1 else 0.0
-                        for item, activity in zip(items, activities, strict=True)
-                    ]
-                )
-                for item, activity in zip(items, activities, strict=True):
-                    count = execution.count * shares.of(item)
-                    num_instructions += count
-                    is_exchanged |= item.label == "exchange"
-                    if item.stream == Stream.COMPUTE and not is_exchanged:
-                        computed_s += activity.seconds * count
-                    for name, amount in activity.loads():
-                        loads[name] += amount * count
-                        if is_exchanged and item.stream == Stream.H2D and execution.count > 1:
-                            behind[name] += amount * count
-            self._prices[key] = _Prices(
-                seconds,
-                tuple(loads.values()),
-                tuple(behind.values()),
-                computed_s if is_exchanged else inf,
-                round(num_instructions),
+        two_blocks = self._two_blocks_of(plan, rank, does.role)
+        if does.of_blocks not in self._tallies:
+            loss = self._loss_work(plan, rank, does)
+            self._tallies[does.of_blocks] = _Tally(two_blocks, does.shares, loss, machine)
+        key = does.of_blocks, self._alone(machine)[1]
+        if key not in self._paces:
+            tally = self._tallies[does.of_blocks]
+            alone_s = [self._activity(item, two_blocks.program, machine).seconds for item in tally.items]
+            # Where it is not known which blocks come from elsewhere, nothing is known to wait for that.
+            is_known = _is_written_out(plan)
+            seconds = [
+                s if is_known or does.shares.of(item) == 1 else 0.0
+                for s, item in zip(alone_s, tally.items, strict=True)
+            ]
+            self._paces[key] = _Pace(
+                [[seconds[number] for number in numbers] for numbers in tally.numbers],
+                sum(map(mul, alone_s, tally.computed)) if tally.is_exchanged else inf,
             )
-        return StageStep(
-            _graph(plan, two_blocks, shares), self._prices[key].seconds, machine.step_s()
-        ), self._prices[key]
+        pace = self._paces[key]
+        return StageStep(_graph(plan, two_blocks, does.shares), pace.seconds, machine.step_s()), pace
 
-    def _loss_work(self, plan: Plan, rank: int, role: Hashable) -> Work | None:
+    def _loads(
+        self, tally: _Tally, two_blocks: _TwoBlocks, machine: Machine
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return what a step takes of every resource of a machine, and what of it behind the exchange of losses."""
+        # Every resource has a place, so that loads of machines alike can be added by position.
+        loads = dict.fromkeys(machine.capacities, 0.0)
+        behind = dict(loads)
+        for item, count, count_behind in zip(tally.items, tally.counts, tally.behind, strict=True):
+            for name, amount in self._activity(item, two_blocks.program, machine).loads():
+                loads[name] += amount * count
+                behind[name] += amount * count_behind
+        return tuple(loads.values()), tuple(behind.values())
+
+    def _loss_work(self, plan: Plan, rank: int, does: _Does) -> Work | None:
         """Return the work of a forward of the head that takes the loss in chunks; None for a loss at once."""
-        if (num_tokens := plan.forward.loss_chunk_tokens) is None:
+        if (num_tokens := does.loss_chunk_tokens) is None:
             return None
-        if (role, num_tokens) not in self._losses:
-            self._losses[role, num_tokens] = StepWriter(plan, rank).loss_work()
-        return self._losses[role, num_tokens]
+        if (does.role, num_tokens) not in self._losses:
+            self._losses[does.role, num_tokens] = StepWriter(plan, rank).loss_work()
+        return self._losses[does.role, num_tokens]
 
     def _activity(self, instruction: Instruction, program: Program, machine: Machine) -> Activity:
         # Equal work on one stream takes as long in every block.
@@ -404,8 +435,10 @@ class _Shares(NamedTuple):
 
 def _shares(plan: Plan, rank: int) -> _Shares:
     residency, num_blocks = plan.residency, plan.model.num_blocks
+    if residency.num_resident_blocks is None and not plan.uses_disks:
+        return _Shares(1.0, 0.0)
     own = [block for segment in plan.segments_of(rank) if (block := _block_number(segment)) is not None]
-    if not own or (residency.num_resident_blocks is None and not plan.uses_disks):
+    if not own:
         return _Shares(1.0, 0.0)
     offloaded = sum(residency.offloaded(block, num_blocks) is not None for block in own)
     on_disk = sum(residency.on_disk(block, num_blocks) is not None for block in own)
@@ -436,15 +469,78 @@ def _takes_loss(instruction: Instruction) -> bool:
     return isinstance(instruction.op, Forward) and instruction.segment == HEAD
 
 
-@dataclass(frozen=True)
-class _Prices:
-    """What a step takes on a machine: the seconds of its instructions, and of every resource seconds times rate (:class:`BlockBound`)."""
+class _Does(NamedTuple):
+    """What a rank does: its role, by number, and what is known beside it."""
+
+    role: int
+    shares: _Shares
+    loss_chunk_tokens: int | None
+    num_staging_buffers: int
+
+    @property
+    def of_blocks(self) -> Hashable:
+        """What decides what instructions there are, however many staging buffers."""
+        return self[:3]
+
+
+class _Pace(NamedTuple):
+    """Seconds of a step's instructions, and of its computation until losses are exchanged."""
 
     seconds: Seconds
-    loads: tuple[float, ...]
-    loads_behind: tuple[float, ...]
     computed_s: float
-    num_instructions: int
+
+
+class _Tally:
+    """The distinct instructions of a step, whatever the machine, and how often each comes; `machine` is any of them.
+
+    Attributes
+    ----------
+    items : list of Instruction
+        One of those that take the same.
+    numbers : list of list of int
+        Of each execution's instructions, which of them each is like.
+    counts, behind, computed : list of float
+        How often each comes in a step, of these uploads behind the exchange of losses, and computation before it.
+    is_exchanged : bool
+        Whether losses are exchanged.
+    num_instructions : int
+    """
+
+    def __init__(self, two_blocks: _TwoBlocks, shares: _Shares, loss: Work | None, machine: Machine) -> None:
+        self.items: list[Instruction] = []
+        self.numbers: list[list[int]] = []
+        self.counts: list[float] = []
+        self.behind: list[float] = []
+        self.computed: list[float] = []
+        self.is_exchanged = False
+        known: dict[Hashable, int] = {}
+        for execution in two_blocks.executions:
+            self.numbers.append([])
+            for instruction in execution.instructions:
+                item = instruction
+                if loss is not None and _takes_loss(item):
+                    item = replace(item, work=loss)
+                share = shares.of(item)
+                # What a message or an exchange takes depends on whom it reaches.
+                key: Hashable = (
+                    item.id
+                    if isinstance(item.op, Send | Recv | Collective)
+                    else (machine.direction(two_blocks.program, item), item.work, share)
+                )
+                number = known.setdefault(key, len(known))
+                self.numbers[-1].append(number)
+                if number == len(self.items):
+                    self.items.append(item)
+                    for counted in (self.counts, self.behind, self.computed):
+                        counted.append(0.0)
+                count = execution.count * share
+                self.counts[number] += count
+                self.is_exchanged |= item.label == "exchange"
+                if self.is_exchanged and item.stream == Stream.H2D and execution.count > 1:
+                    self.behind[number] += count
+                if item.stream == Stream.COMPUTE and not self.is_exchanged:
+                    self.computed[number] += count
+        self.num_instructions = round(sum(self.counts))
 
 
 class _TwoBlocks:

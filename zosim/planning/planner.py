@@ -443,9 +443,11 @@ class _Search:
         return min((candidate.seconds for candidate in self.simulated), default=inf) * (1 - ALIKE)
 
     def _push(self, bound_s: float, **what: object) -> None:
-        # Of equal bounds candidates come first: what they relax is then known to be no better.
-        candidate = what.get("candidate")
-        key = (0, *candidate.sort_key) if isinstance(candidate, Candidate) else (1,)
+        # Of equal bounds candidates come first: what they relax is then known to be no better. Then plans that copy blocks once a step,
+        # of which more is hidden. Rounding tells none apart.
+        bound_s, candidate, plan = float(f"{bound_s:.12g}"), what.get("candidate"), what.get("plan")
+        is_slow = isinstance(plan, Plan) and plan.is_offloaded and plan.schedule.update == "immediate"
+        key = (0, *candidate.sort_key) if isinstance(candidate, Candidate) else (1 + is_slow,)
         heappush(self._heap, _Node((bound_s, *key, next(self._order)), **what))  # type: ignore[arg-type]
 
     def _open(self, shape: PlanShape) -> None:
