@@ -6,10 +6,14 @@ machine is faster than the machine's floor, and none fits where the weights alon
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
+from costmodel.estimate import estimate
+from costmodel.param_passes import perturb_work, update_work
 from topology.units import format_bytes
 from zosim.hardware.machine import Machine
 from zosim.planning.disks import may_mix
@@ -34,8 +38,8 @@ def floor(request: Request) -> Floor:
 
     With ``d`` shards of the batch, ``p`` of the ``K`` evaluation points and ``s`` stages on ``n`` devices, a pipeline forwards
     ``k = ceil(K/p)`` points of ``ceil(B/d)`` sequences: the first through all stages, each other one a stage later, which takes
-    ``F (1 + (k - 1) / s)`` or more; and the fullest stage computes for ``(k F + (k + 1) P) / s`` or more, where ``P`` is one pass
-    that reads and writes the blocks, for every point and the update. Weights stay on devices if an ``s``-th of them fits.
+    ``F (1 + (k - 1) / s)`` or more; and the fullest stage computes for ``(k F + P) / s`` or more, where ``P`` are passes over all
+    weights: from point to point in place, whoever forwards them, and the updates. Weights stay on devices if an ``s``-th of them fits.
     Otherwise every block that no device has space for is read from host memory and written back once a step, and a device uploads
     an ``n``-th of them or more.
     Where weights may lose bits nothing is said, since they may then be of any size.
@@ -64,12 +68,16 @@ def floor(request: Request) -> Floor:
         min(moved_bytes / num_devices / _upload_rate(each.machines[0]) for each in pipelines),
         2 * moved_bytes / sum(topology.node(memory).bandwidth_bytes_per_s for memory in memories),
     )
+    passes_s = [_passes_s(each) for each in pipelines]
     least_s, stages = inf, 1
     for mesh in _meshes(request, num_devices):
         stages = max(stages, _num_stages(mesh))
         stays = total_bytes <= _num_stages(mesh) * device_bytes
         if stays or may_offload:
-            seconds = min(_step_s(replace(each, mesh=mesh), costs, block_bytes) for each in pipelines)
+            seconds = min(
+                _step_s(replace(each, mesh=mesh), costs, own_s)
+                for each, own_s in zip(pipelines, passes_s, strict=True)
+            )
             least_s = min(least_s, seconds if stays else max(seconds, moved_s))
     if least_s < inf:
         return Floor(least_s)
@@ -117,16 +125,31 @@ def _meshes(request: Request, num_devices: int) -> Iterator[Mesh]:
             yield Mesh(data=data, perturb=perturb, stage=most if request.seeks_stages else 1)
 
 
-def _step_s(pipeline: PlacedPipeline, costs: Costs, block_bytes: int) -> float:
+def _step_s(pipeline: PlacedPipeline, costs: Costs, passes_s: float) -> float:
     """Return the seconds of a step through stages of an equal part of the model each."""
     points, stages = pipeline.num_eval_points, _num_stages(pipeline.mesh)
     forward_s = float(costs.seconds(pipeline).forward.sum())
-    profile, passes_s = pipeline.machines[0].profile, 0.0
-    # A CPU's caches, and points as adapters, spare passes over memory.
-    if profile.device_type == "gpu" and not pipeline.plan.perturbs_by_adapters:
-        bandwidth = profile.values("central")["param_pass_bandwidth"]
-        passes_s = (points + 1) * 2 * block_bytes / bandwidth
     return max(forward_s * (1 + (points - 1) / stages), (points * forward_s + passes_s) / stages)
+
+
+def _passes_s(pipeline: PlacedPipeline) -> float:
+    """Return the seconds of the passes over all weights that go from point to point in place, and of the updates."""
+    plan, profile = pipeline.plan, pipeline.machines[0].profile
+    # A CPU's caches spare passes over memory, points as copies or adapters the computing stream.
+    if profile.device_type != "gpu" or plan.weights.perturbation != "serial":
+        return 0.0
+    estimator = plan.estimator
+    is_fused = plan.storage.keeps_signs or plan.storage.keeps_scaled(estimator.epsilon)
+    how: dict[str, Any] = {"dtype": plan.weights.dtype, "perturbation_dtype": plan.storage.row_format}
+    sizes = Counter(group.num_trainable for group in plan.model.param_groups)
+    num_moves = 3 if estimator.difference == "central" else 2
+    each_s = 0.0
+    for num, count in sizes.items():
+        move = perturb_work(num, arithmetic="fused" if is_fused else "chunked", **how)
+        update = update_work(num, arithmetic="fused" if plan.storage.keeps_signs else "chunked", **how)
+        seconds = (estimate(work, profile).seconds for work in (move, update))
+        each_s += count * sum(times * s for times, s in zip((num_moves, 1), seconds, strict=True))
+    return estimator.num_perturbations * each_s
 
 
 def _num_stages(mesh: Mesh) -> int:

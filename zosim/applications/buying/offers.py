@@ -210,16 +210,26 @@ class Market:
             # A host's memory can be added to, a device's not.
             listed = [min(listed, key=lambda c: ("of device memory" in c.missing, c.bound.missing_bytes))]
         best = listed[0]
-        step_s = (
-            Range.exactly(best.bound.seconds) if best.missing else interval(self.job, name, topology, best)
-        )
         machine = PricedMachine(
-            name, topology, best.plan.placement.world_size, count, payments, tuple(listed), step_s
+            name,
+            topology,
+            best.plan.placement.world_size,
+            count,
+            payments,
+            tuple(listed),
+            Range.exactly(best.bound.seconds),
         )
+        # Without limits an interval changes nothing until it is shown.
+        if not best.missing and self.limits != BuyerLimits():
+            machine = self.with_interval(machine)
         needs = [*self._lacking(best), *self._beyond(machine)]
         hours = self.job.hours(machine.step_s).value
         remedy = f"with that memory it takes {plain(hours)} hours" if best.missing else ""
         return Refusal(name, count, tuple(needs), remedy, payments, machine) if needs else machine
+
+    def with_interval(self, machine: PricedMachine) -> PricedMachine:
+        """Return a machine with the interval of its step by the closed form."""
+        return replace(machine, step_s=interval(self.job, machine.name, machine.topology, machine.best))
 
     def hopeless(self, option: MachineOption, least: Floor) -> Refusal:
         """Return that the weights alone do not fit a machine, or that it has no price as asked."""

@@ -115,9 +115,12 @@ class OfferSearch:
                 unknown = [o.machine for o in listed[:num_simulated] if o.machine.prediction is None]
                 if not unknown:
                     break
-                self._simulate(unknown[0])
+                self._replace(unknown[0], simulated(self.market.job, unknown[0]))
             for key in (_SPENT, _HOURS):
                 self.first(key, 1)
+            bounded = {id(o.machine): o.machine for o in self.listed if o.machine.prediction is None}
+            for machine in bounded.values():
+                self._replace(machine, self.market.with_interval(machine))
 
     def first(self, key: Key, num: int) -> list[Offer]:
         """Return the first offers within the limits by a key, having planned every machine that might be among them."""
@@ -150,9 +153,9 @@ class OfferSearch:
             ]
             self.planned += self.market.priced(result)
 
-    def _simulate(self, machine: PricedMachine) -> None:
+    def _replace(self, machine: PricedMachine, better_known: PricedMachine) -> None:
         others = [offer for offer in self.planned if offer.machine is not machine]
-        self.planned = [*others, *self.market.priced(simulated(self.market.job, machine))]
+        self.planned = [*others, *self.market.priced(better_known)]
 
 
 def _is_same(one: PricedMachine, other: PricedMachine) -> bool:
