@@ -48,6 +48,8 @@ class TrainingRecipe:
     has_backward: bool = True  # whether there is a backward pass; zeroth order has forwards alone
     # Whether the state is managed memory, which torch's allocator does not count and the host takes where the device is full.
     is_paged: bool = False
+    # Whether frozen linears keep what they read, which no gradient needs: bitsandbytes' products in 4 bits do.
+    keeps_inputs: bool = False
     # What lies in host memory: of `"weights"`, `"gradients"`, `"state"`.
     on_host: tuple[Literal["weights", "gradients", "state"], ...] = ()
 
@@ -121,8 +123,14 @@ _FULL = (
 _ADAPTERS = (
     TrainingRecipe("lora", "LoRA", "adapters"),
     TrainingRecipe("lora+embeddings", "LoRA, embedding and head trained", "adapters and embeddings"),
-    TrainingRecipe("qlora-nf4", "QLoRA, NF4", "adapters", _NF4_BITS),
-    TrainingRecipe("qlora-nf4-dq", "QLoRA, NF4, double quantization", "adapters", _NF4_DOUBLE_BITS),
+    TrainingRecipe("qlora-nf4", "QLoRA, NF4", "adapters", _NF4_BITS, keeps_inputs=True),
+    TrainingRecipe(
+        "qlora-nf4-dq",
+        "QLoRA, NF4, double quantization",
+        "adapters",
+        _NF4_DOUBLE_BITS,
+        keeps_inputs=True,
+    ),
     TrainingRecipe("qlora-int4", "LoRA on GPTQ, 4 bits", "adapters", 4 + 20 / _GPTQ_GROUP),
     TrainingRecipe("qlora-int8", "LoRA on GPTQ, 8 bits", "adapters", 8 + 24 / _GPTQ_GROUP),
 )

@@ -54,7 +54,8 @@ class CodeQuirks:
     widens_gradients: bool = False
     # Whether shards keep unsharded gradients while they accumulate, frozen weights' among them (FSDP's `no_sync`).
     whole_gradients: bool = False
-    drops_inputs: bool = False  # whether adapters drop out parts of their inputs
+    # Whether adapters of queries, keys and values are one, which drops out parts of its input (litgpt).
+    fuses_adapters: bool = False
     fuses_norms: bool = False  # whether norms keep their input alone (compiled, or a kernel of their own)
 
 
@@ -225,23 +226,53 @@ class TrainingRun:
             )
             for name in names
         )
+        inner, visits = self._inner_size
         if model.experts is not None:
-            assignments = model.experts.num_per_token
-            inner = assignments * model.experts.intermediate_size + model.experts.shared_size
             # Each visit has a row of its own, of what goes in and of what comes out.
             saved += (
-                self.tokens
-                * width
-                * (4 * (inner - model.intermediate_size) + 2 * assignments * model.hidden_size)
+                self.tokens * width * (4 * (inner - model.intermediate_size) + 2 * visits * model.hidden_size)
             )
+        if self.recipe.has_adapters:
+            saved += self._frozen_bytes
         if model.norm == "rmsnorm" and not self.quirks.fuses_norms:
-            # Python's keeps its input and what it makes of it in float32, in place of its input alone.
-            saved += 2 * self.tokens * model.hidden_size * (2 * _WIDE - width)
-        if self.quirks.drops_inputs:
-            saved += self.tokens * self.adapter_inputs * _DROPPED_BYTES
-        if self.wide_norms:
+            # Python's keeps its input in float32, and what it makes of it where its own weights are trained.
+            made = 0 if self.recipe.has_adapters else width
+            saved += 2 * self.tokens * model.hidden_size * (_WIDE + made - width)
+        elif self.wide_norms:
             saved += 2 * self.tokens * model.hidden_size * (_WIDE - width)
         return saved
+
+    @property
+    def _inner_size(self) -> tuple[int, int]:
+        """The width within a token's MLP, and how many experts see it."""
+        model = self.model
+        if model.experts is None:
+            return model.intermediate_size, 1
+        visits = model.experts.num_per_token
+        return visits * model.experts.intermediate_size + model.experts.shared_size, visits
+
+    @property
+    def _frozen_bytes(self) -> int:
+        """Bytes that a block keeps more where its weights are frozen and adapters are trained; less below 0."""
+        model, width = self.model, FORMATS[self.dtype].element_bytes
+        hidden, (inner, _) = model.hidden_size, self._inner_size
+        # What linears read; attention's output stays either way.
+        inputs = (2 * hidden + inner) * width
+        more = 0
+        if not self.recipe.keeps_inputs:
+            # A gradient of the input alone does not need it, but an adapter reads it, too.
+            read = min(self.adapter_inputs * width, inputs)
+            more -= inputs - (0 if self.quirks.fuses_adapters else read)
+        elif self.wide_norms:
+            # Each linear narrows its own copy, and widens what comes out.
+            num_inner = 3 if model.mlp == "gated" else 1
+            more += (2 + num_inner // 3) * hidden * width + num_inner * inner * (_WIDE - width)
+        if self.quirks.fuses_adapters:
+            # Queries, keys and values share one input behind one dropout, and stay whole as long as one of them.
+            own = model.num_heads * model.head_dim + model.num_key_value_heads * model.head_dim
+            dropped = min(self.adapter_inputs, hidden) + max(0, self.adapter_inputs - 3 * hidden)
+            more += dropped * _DROPPED_BYTES + (own + self.adapter_outputs) * width
+        return self.tokens * more
 
     @property
     def _stream_bytes(self) -> int:
@@ -272,9 +303,7 @@ class TrainingRun:
 
     @property
     def _backward_temporaries(self) -> int:
-        inner = self.model.intermediate_size
-        if self.model.experts is not None:
-            inner = self.model.experts.num_per_token * self.model.experts.intermediate_size
+        inner, _ = self._inner_size
         return self.tokens * FORMATS[self.dtype].element_bytes * (2 * inner + 2 * self.model.hidden_size)
 
     # -- the account -------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ CHOSEN = (
     Chosen("cache, gathered weights", _RECIPE_MEMORY, _number(training, "CACHED_SHARDED"), 0.0, "nothing is kept"),
     Chosen("libraries' workspaces", _RECIPE_MEMORY, _number(training, "LIBRARY_BYTES"), 0.0, "none"),
     Chosen("fragments under ZeRO's third stage", _RECIPE_MEMORY, _number(training, "_ZERO3_FRAGMENTED"), 0.0, "none"),
-    Chosen("hooks of ZeRO's third stage", _RECIPE_SPEED, _number(recipes, "_HOOKS_S"), 0.0, "none"),
+    Chosen("hooks of ZeRO's third stage", (*_RECIPE_SPEED, "moe_forward"), _number(recipes, "_HOOK_S"), 0.0, "none"),
     Chosen(
         "beginning of fms-acceleration's runs",
         _RECIPE_SPEED,

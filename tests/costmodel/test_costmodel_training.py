@@ -70,6 +70,19 @@ def test_what_saves_memory_saves_it() -> None:
     assert in_backward.allocated_bytes < FULL.allocated_bytes
 
 
+def test_only_products_of_bitsandbytes_keep_what_frozen_linears_read() -> None:
+    """Of a gated MLP twice the hidden width and its inner one, less what adapters read; litgpt's adapters share one input."""
+    spec = read_model_spec("llama-2-7b")
+    run = replace(LORA, model=spec, adapter_inputs=4096, adapter_outputs=4096)
+    kept = replace(run, recipe=recipe_of("qlora-nf4")).block_bytes - run.block_bytes
+    assert kept == 128 * 2 * (2 * 4096 + 11008 - 4096)
+    two = replace(
+        run, adapter_inputs=2 * 4096, adapter_outputs=2 * 4096, quirks=CodeQuirks(fuses_adapters=True)
+    )
+    # A dropped input with its mask, queries and keys beside values, and what adapters write.
+    assert two.block_bytes - run.block_bytes == 128 * (3 * 4096 + 2 * 2 * 4096 + 2 * 2 * 4096 - 2 * 4096)
+
+
 def test_accumulation_under_no_sync_keeps_whole_gradients() -> None:
     run = replace(LORA, sharding="fsdp", num_devices=2, accumulation=4)
     kept = replace(run, quirks=CodeQuirks(whole_gradients=True))

@@ -118,9 +118,10 @@ class OfferSearch:
                 self._replace(unknown[0], simulated(self.market.job, unknown[0]))
             for key in (_SPENT, _HOURS):
                 self.first(key, 1)
-            bounded = {id(o.machine): o.machine for o in self.listed if o.machine.prediction is None}
-            for machine in bounded.values():
-                self._replace(machine, self.market.with_interval(machine))
+            shown = {id(offer.machine): offer.machine for offer in (*self.listed, *self.extremes)}
+            for machine in shown.values():
+                if machine.prediction is None:
+                    self._replace(machine, self.market.with_interval(machine))
 
     def first(self, key: Key, num: int) -> list[Offer]:
         """Return the first offers within the limits by a key, having planned every machine that might be among them."""

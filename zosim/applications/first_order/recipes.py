@@ -21,9 +21,20 @@ from zosim.hardware.machines import machines_for
 _ADAPTER_KERNELS = 6
 """Of one adapter's forward: a dropout, two products, a scaling, an addition, a cast."""
 
-_HOOKS_S = 0.012
-"""Seconds of the host for a block's forward and backward under ZeRO's third stage, whose hooks gather and free weights. Fitted
-to a published run of 7B on two devices, at 256 and 512 tokens."""
+_HOOK_S = 0.012 / 36
+"""Seconds of the host for one module of one pass under ZeRO's third stage, whose hooks gather and free weights. Fitted to a
+published run of 7B on two devices, at 256 and 512 tokens: 12 modules a block, passed forward, forward again and backward."""
+_BLOCK_MODULES, _EXPERT_MODULES = 12, 5
+"""Of a block, and of each expert besides: three linears, an activation, and what holds them."""
+
+
+def hooks_s(model: ModelSpec, num_tokens: int) -> float:
+    """Return the seconds of the host for hooks of ZeRO's third stage in one pass, of which `num_tokens` visit experts."""
+    num_modules: float = _BLOCK_MODULES * model.num_blocks
+    if (experts := model.experts) is not None:
+        mixed = [block for block in range(model.num_blocks) if block not in experts.dense_blocks]
+        num_modules += _EXPERT_MODULES * sum(experts.num_active(num_tokens, block) for block in mixed)
+    return _HOOK_S * num_modules
 
 
 def adapter_shapes(model: ModelSpec, targets: str) -> list[tuple[int, int]]:
@@ -73,7 +84,7 @@ def step_seconds(
     forward, backward = pass_works(run)
     computing_s = sum(estimate(work, profile, bound=bound).seconds for work in (forward, backward))
     if run.sharding == "zero-3":
-        computing_s = max(computing_s, _HOOKS_S * run.model.num_blocks)
+        computing_s = max(computing_s, 3 * hooks_s(run.model, run.tokens))
     gathered = run.stored_weight_bytes if run.weight_shards > 1 or "weights" in run.recipe.on_host else 0.0
     exchanged_s = 0.0
     if len(devices) > 1:

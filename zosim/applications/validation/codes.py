@@ -22,6 +22,8 @@ class SystemCode:
     """What one implementation does beside the method."""
 
     attention: Literal["eager", "sdpa"] = "sdpa"  # what it does where a row does not say
+    latent_attention: Literal["eager", "sdpa"] | None = None  # the same of models with latent keys and values
+    has_hooks: bool = False  # whether ZeRO's third stage brings the weights, module by module
     kernel: AttentionKernel | None = None  # its fused kernel, where that is not what torch takes
     sharding: Literal["none", "full"] = "none"
     # Format that weights are kept in, that of the products if None.
@@ -88,7 +90,7 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
         # Trainers of first-order recipes. ms-swift computes the accuracy of tokens from logits, so that these and their shifted
         # copy stay. litgpt accumulates under FSDP's no_sync, and drops out adapters' inputs. torchtune compiles its norms.
         "ms-swift": SystemCode(quirks=CodeQuirks(num_loss_tensors=5)),
-        "litgpt": SystemCode(quirks=CodeQuirks(whole_gradients=True, drops_inputs=True)),
+        "litgpt": SystemCode(quirks=CodeQuirks(whole_gradients=True, fuses_adapters=True)),
         **dict.fromkeys(("torchtune", "torchtune+compile"), SystemCode(quirks=CodeQuirks(fuses_norms=True))),
         # Speeds of transformers' Trainer are of whole runs (`include_tokens_per_second`), here of 20 steps (`max_steps` in
         # scripts/benchmarks/defaults.yaml of https://github.com/foundation-model-stack/fms-acceleration), whose beginning counts. Fitted to
@@ -99,6 +101,10 @@ CODES: Mapping[str, SystemCode] = MappingProxyType(
             SystemCode(),
         ),
         **dict.fromkeys(("qwen-finetune", "deepspeed"), SystemCode(uses_deepspeed=True)),
+        "deepspeed-zero-inference": SystemCode(has_hooks=True),
+        # FlashAttention for Mixtral, stored scores for DeepSeek (`_attn_implementation` in moe_gen/models of
+        # https://github.com/EfficientMoE/MoE-Gen).
+        "moe-gen": SystemCode(latent_attention="eager"),
         # Frameworks with kernels of their own.
         "tensorrt-llm": SystemCode(fuses_passes=True),
         **dict.fromkeys(("ik_llama.cpp", "llamafile"), SystemCode(widens_half=True, fuses_passes=True)),

@@ -13,6 +13,7 @@ from costmodel.models.model_spec import EMBED, HEAD, ModelSpec
 from costmodel.param_passes import copy_work
 from costmodel.rates.profile import Bound, Profile
 from costmodel.work import Work
+from zosim.applications.first_order.recipes import hooks_s
 from zosim.applications.validation.codes import code_of
 from zosim.applications.validation.measured_machines import MeasuredMachine, bounded
 from zosim.applications.validation.models import model_of
@@ -66,6 +67,12 @@ def generation_s(
         number: max(upload_s, one) if overlaps else upload_s + one
         for number, one in ((number, _seconds(works, profile, bound)) for number, works in passes.items())
     }
+    if code_of(row["code"]).has_hooks:
+        # The host starts no copy while it runs them.
+        batch = row.count("batch")
+        passed_s = {
+            number: one + hooks_s(model, batch * (1 if number else seq)) for number, one in passed_s.items()
+        }
     return passed_s.pop(0) + _summed(passed_s)
 
 

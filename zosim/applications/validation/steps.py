@@ -28,7 +28,9 @@ def attention_of(row: MeasuredRow, measured_machine: MeasuredMachine) -> Literal
     """Return the implementation of attention: the row's, or else the code's; stored scores where torch has no fused kernel."""
     if stores_scores(row, measured_machine):
         return "eager"
-    return row.choice("attention_kernel", KERNEL_NAMES) or code_of(row["code"]).attention
+    code = code_of(row["code"])
+    of_latents = code.latent_attention if code.latent_attention and model_of(row).latent else None
+    return row.choice("attention_kernel", KERNEL_NAMES) or of_latents or code.attention
 
 
 def stores_scores(row: MeasuredRow, measured_machine: MeasuredMachine) -> bool:
