@@ -141,6 +141,49 @@ def test_uplot_is_the_published_file() -> None:
     assert "MIT License" in (folder / "uPlot.LICENSE").read_text()
 
 
+def logged(
+    folder: Path, rows: list[dict[str, Any]], end: str = "\n", finished: int | None = None
+) -> Reported:
+    (folder / "steps.jsonl").write_text("\n".join(map(json.dumps, rows)) + end)
+    (folder / "run.json").write_text(json.dumps({"finished": finished and {"num_steps": finished}}))
+    return Reported("run", None, folder)  # type: ignore[arg-type]
+
+
+ROWS = [{"step": at, "perturbation": p, "loss_plus": 1.5} for at in range(3) for p in range(2)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS[:1] + ROWS[2:],
+        [*ROWS[:4], *ROWS[2:]],
+        ROWS[::-1],
+        [*ROWS, {"step": 3}],
+        [{**ROWS[0], "loss_plus": "1"}],
+    ],
+)
+def test_a_log_that_contradicts_itself_is_refused(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(ZosimError, match=r"steps\.jsonl line \d is damaged"):
+        _ = logged(tmp_path, rows).steps
+
+
+def test_an_evaluation_without_its_step_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.5}\n')
+    with pytest.raises(ZosimError, match=r"metrics\.jsonl line 1 is damaged"):
+        _ = logged(tmp_path, ROWS).metrics
+
+
+def test_a_log_that_lacks_its_end_is_told(tmp_path: Path) -> None:
+    assert logged(tmp_path, ROWS, finished=3).missing is None
+    assert logged(tmp_path, ROWS).missing is None
+    assert (
+        logged(tmp_path, ROWS, finished=4).missing == "the log has 3 steps, and the run says that it made 4"
+    )
+    assert "no end" in (logged(tmp_path, ROWS, end='\n{"step": 3').missing or "")
+    (tmp_path / "steps.jsonl").unlink()
+    assert "no losses" in (Reported("run", None, tmp_path).missing or "")  # type: ignore[arg-type]
+
+
 def test_a_file_that_cannot_be_written_is_named(decision: Decision, tmp_path: Path) -> None:
     with pytest.raises(ZosimError, match=r"missing/r\.html"):
         zosim.write_report(decision, output=tmp_path / "missing/r.html")

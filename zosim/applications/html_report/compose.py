@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from topology.errors import TimelineError
-from topology.reading import parse_json, read_text
+from topology.reading import parse_json, read_json, read_text
 from topology.units import format_bytes, format_seconds
 from zosim import api
 from zosim.analysis.compare import Comparison, slowest_rank
@@ -75,13 +75,60 @@ class Reported:
 
     @cached_property
     def steps(self) -> list[Mapping[str, Any]]:
-        """Rows of the run's log: losses and projected gradients of each perturbation."""
-        return [] if self.directory is None else list(log_rows(self.directory / "steps.jsonl"))
+        """Rows of the run's log: losses and projected gradients of each perturbation.
+
+        Raises TimelineError if a row is none of a log, or does not follow the one before it.
+        """
+        if self.directory is None:
+            return []
+        path = self.directory / "steps.jsonl"
+        rows = list(log_rows(path))
+        width = next((at for at, row in enumerate(rows) if row.get("step") != 0), len(rows)) or 1
+        for at, row in enumerate(rows):
+            step, perturbation = divmod(at, width)
+            found = row.get("step"), row.get("perturbation", row.get("query", 0))
+            if found != (step, perturbation) or not isinstance(row.get("loss_plus"), int | float):
+                wanted = f"step {step}, perturbation {perturbation}, with its loss"
+                message = (
+                    f"{path} line {at + 1} is damaged: it has to be {wanted}, and is {json.dumps(row)[:60]}"
+                )
+                raise TimelineError(message, hint="restore the file from a copy")
+        return rows
+
+    @cached_property
+    def missing(self) -> str | None:
+        """What the log lacks of what was run: its end, or steps; None if nothing."""
+        if self.directory is None:
+            return None
+        path = self.directory / "steps.jsonl"
+        if not path.exists():
+            return f"{path} is not there, so no losses are shown"
+        num_steps = 1 + self.steps[-1]["step"] if self.steps else 0
+        header = read_json(self.directory / "run.json", "header", TimelineError)
+        finished = header.get("finished") if isinstance(header, dict) else None
+        wanted = finished.get("num_steps") if isinstance(finished, dict) else None
+        if isinstance(wanted, int) and wanted != num_steps:
+            return f"the log has {num_steps} steps, and the run says that it made {wanted}"
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 1))
+            ends = file.read() in {b"", b"\n"}
+        if not ends:
+            return f"the log's last line has no end, as after a crash, and is left out; {num_steps} steps are shown"
+        return None
 
     @cached_property
     def metrics(self) -> list[Mapping[str, Any]]:
-        """Rows of the run's evaluations."""
-        return [] if self.directory is None else list(log_rows(self.directory / "metrics.jsonl"))
+        """Rows of the run's evaluations.
+
+        Raises TimelineError if a row does not say after how many steps it was.
+        """
+        path = self.directory / "metrics.jsonl" if self.directory else None
+        rows = list(log_rows(path)) if path else []
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row.get("num_steps"), int):
+                message = f"{path} line {number} is damaged: it has no num_steps"
+                raise TimelineError(message, hint="restore the file from a copy")
+        return rows
 
 
 def log_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -172,9 +219,11 @@ def _answer(item: Reported, several: bool) -> Iterator[str]:
             f"{name}Measured, a step takes {format_seconds(comparison.measured_step_s)}"
             + ("." if error is None else f"; the prediction is off by {error:+.1%}.")
         )
+    if item.missing:
+        yield f"{name}The run's log is incomplete: {item.missing}."
     if item.steps:
-        losses = [row.get("loss_plus") for row in item.steps]
-        yield f"{name}Loss {losses[0]:.4g} in the first of {1 + item.steps[-1].get('step', 0)} steps, {losses[-1]:.4g} in the last."
+        losses = [row["loss_plus"] for row in item.steps]
+        yield f"{name}Loss {losses[0]:.4g} in the first of {1 + item.steps[-1]['step']} steps, {losses[-1]:.4g} in the last."
 
 
 def _front(decision: Decision) -> Iterator[Illustration]:
