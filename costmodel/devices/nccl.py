@@ -9,7 +9,8 @@ Switches of third-generation NVLink add up what GPUs send (NVLS, which NCCL take
 host since 2.17): every GPU then sends and receives its buffer and one share of it, where a ring does nearly twice as much.
 
 .. [1] NCCL, ``src/graph/tuning.cc``, ``ncclTopoTuneModel`` and ``ncclTopoGetAlgoTime``,
-   https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc (read on 2026-11-22; the tables of 2.29 are the same).
+   https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (2.29, read on 2026-11-27). 2.18 to 2.21 differ in trees of Simple alone, with 28 µs
+   a hop and no base, which decide nothing within a host.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -87,6 +87,11 @@ class Quote(FrozenModel):
             )
             raise RuleError(message, hint="low <= value <= high")
         return self
+
+    @property
+    def day(self) -> datetime.date:
+        """The day that the figure is of, or when its source was read."""
+        return self.of or self.date
 
     @property
     def range(self) -> Range:
@@ -188,16 +193,6 @@ class PriceTable(FrozenModel):
                 message = f"power_usage_effectiveness {quote.range.low:g} is below 1"
                 raise RuleError(message, hint="it is site power over the machine's own")
         return self
-
-    def old(self, names: Collection[str], today: datetime.date) -> dict[str, datetime.date]:
-        """Return the machines that have a price older than 90 days, with its date; the oldest first."""
-        dates = {
-            name: min(quote.of or quote.date for quote in self.machines[name].quotes)
-            for name in names
-            if name in self.machines
-        }
-        oldest_first = sorted(dates.items(), key=lambda item: item[1])
-        return {name: date for name, date in oldest_first if today - date > OLD_AFTER}
 
     def machine(self, name: str) -> MachinePrices:
         """Return the prices of a machine.

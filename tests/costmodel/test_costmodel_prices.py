@@ -125,7 +125,7 @@ def test_the_shipped_table_has_every_preset_or_the_reason_why_not():
             assert quote.low <= quote.value <= quote.high
 
 
-def test_a_machine_is_rented_on_several_terms_and_old_prices_are_told():
+def test_a_machine_is_rented_on_several_terms_each_of_its_day():
     rents = [
         figure(4.0, per="machine"),
         figure(1.0, per="machine", term="spot", provider="AWS", of="2025-12-01"),
@@ -133,9 +133,7 @@ def test_a_machine_is_rented_on_several_terms_and_old_prices_are_told():
     prices = table(**{"dgx-h100": {"rent_per_hour": rents, "rated_power_w": figure(8000)}})
     costs = job_costs(prices, "dgx-h100", load_preset("dgx-h100"), 8, HOURS)
     assert [(cost.terms, cost.money.value) for cost in costs] == [("on-demand", 40.0), ("spot AWS", 10.0)]
-    day = datetime.date(2025, 12, 1)
-    assert prices.old(["dgx-h100"], day + datetime.timedelta(days=90)) == {}
-    assert prices.old(["dgx-h100"], day + datetime.timedelta(days=91)) == {"dgx-h100": day}
+    assert prices.machine("dgx-h100").rent_per_hour[1].day == datetime.date(2025, 12, 1)
     with pytest.raises(ValueError, match="whole in another"):
         table(**{"dgx-h100": {"rent_per_hour": [figure(4.0, per="machine"), figure(1.0, per="device")]}})
 

@@ -149,13 +149,19 @@ def test_an_explained_offer_names_what_of_its_host_is_assumed():
 
 
 def test_prices_older_than_90_days_are_warned_of(monkeypatch, capsys):
-    oldest = min(quote.of or quote.date for quote in PRICES.machine("dgx-h100").quotes)
-    for days, is_old in ((90, False), (91, True)):
-        today = oldest + datetime.timedelta(days=days)
-        date = SimpleNamespace(today=lambda today=today: today)
-        monkeypatch.setattr(command, "datetime", SimpleNamespace(date=date))
-        command._describe_prices(PRICES, {"dgx-h100"})
-        assert (f"older than 90 days: dgx-h100 ({oldest})" in capsys.readouterr().err) == is_old
+    """Those that offers rest on: of a machine that is rented, its old price of purchase says nothing."""
+    offers, _ = offers_of(market(), "h200-1x")
+    days = {offer.payment: offer.quote(PRICES).day for offer in offers}
+    assert days["own"] < days["rent"]
+    for after, old in ((90, {}), (91, {"own": "h200-1x (own)"})):
+        today = days["own"] + datetime.timedelta(days=after)
+        monkeypatch.setattr(
+            command, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda today=today: today))
+        )
+        command._describe_prices(PRICES, offers)
+        said = capsys.readouterr().err
+        assert all(f"older than 90 days: {name} of {days[payment]};" in said for payment, name in old.items())
+        assert ("older than" in said) == bool(old)
 
 
 def test_only_one_term_of_rent_may_be_wanted():

@@ -109,10 +109,9 @@ class Answer(Reportable):
                 sentences.append(
                     f"that is its wear and electricity; the machine costs {_with_unit(best.cost.outlay, currency)} at once"
                 )
-            quote = best.cost.rent or self.market.prices.machine(best.machine.name).purchase
-            if quote is not None:
-                price = _PRICES.get(quote.basis, "a list price")
-                sentences.append(f"its price is {price} of {quote.of or quote.date}: {quote.source}")
+            quote = best.quote(self.market.prices)
+            price = _PRICES.get(quote.basis, "a list price")
+            sentences.append(f"its price is {price} of {quote.day}: {quote.source}")
             if self.market.limits.monthly is not None:
                 months = self.market.limits.waited(best.cost).value / HOURS_PER_MONTH
                 when = "within the first month" if months <= 1 else f"after {plain(months)} months"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from costmodel.devices.prices import OLD_AFTER, PriceTable, shipped_prices_text
 from topology.errors import PlanError
 from zosim.applications.buying.answer import JOB_OPTIONS
 from zosim.applications.buying.answer import buy as answer_for
-from zosim.applications.buying.offers import RankBy
+from zosim.applications.buying.offers import Offer, RankBy
 from zosim.config import PlanConfig
 from zosim.console import emit, stderr
 from zosim.options import Json, ReportFile, with_settings
@@ -152,20 +152,18 @@ def buy(
         simulate=simulate,
         **settings,
     )
-    _describe_prices(answer.market.prices, {offer.machine.name for offer in answer.offers})
+    _describe_prices(answer.market.prices, answer.offers)
     if report is not None:
         stderr.print(f"wrote {answer.report(report)}")
     emit(answer.to_data(), json=as_json, text=answer.view())
 
 
-def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
-    """Say on stderr what the prices are worth."""
-    assumed = [
-        name
-        for name, entry in sorted(table.machines.items())
-        if name in names and any(quote.basis in ("assumed", "estimated") for quote in entry.quotes)
-    ]
-    old = table.old(names, datetime.date.today())
+def _describe_prices(table: PriceTable, offers: Sequence[Offer]) -> None:
+    """Say on stderr what the prices that offers rest on are worth."""
+    quotes = {f"{offer.machine.name} ({offer.cost.terms})": offer.quote(table) for offer in offers}
+    assumed = [name for name, quote in quotes.items() if quote.basis in ("assumed", "estimated")]
+    today = datetime.date.today()
+    old = {name: quote.day for name, quote in quotes.items() if today - quote.day > OLD_AFTER}
     spread = f"over {table.life_years.value:g} years at {table.utilisation.value:.0%} use"
     sentences = [f"prices of {table.date} in {table.currency}; the purchase price is spread {spread}"]
     if assumed:
@@ -173,7 +171,7 @@ def _describe_prices(table: PriceTable, names: Collection[str]) -> None:
             f"prices that are estimates, not quotes: {', '.join(assumed)}; give your own with --prices"
         )
     if old:
-        listed = ", ".join(f"{name} ({date})" for name, date in old.items())
+        listed = ", ".join(f"{name} of {day}" for name, day in sorted(old.items(), key=lambda item: item[1]))
         sentences.append(
             f"warning: prices older than {OLD_AFTER.days} days: {listed}; look them up, and give yours with --prices"
         )

@@ -11,7 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from costmodel.devices.prices import HOURS_PER_MONTH, JobCost, Payment, PriceTable, Range, Term, job_costs
+from costmodel.devices.prices import (
+    HOURS_PER_MONTH,
+    JobCost,
+    Payment,
+    PriceTable,
+    Quote,
+    Range,
+    Term,
+    job_costs,
+)
 from topology.errors import PlanError
 from topology.graph import Topology
 from zosim.applications.buying.floor import Floor, floor
@@ -69,6 +78,12 @@ class Offer:
     def payment(self) -> Payment:
         """How the machine is paid for."""
         return self.cost.payment
+
+    def quote(self, prices: PriceTable) -> Quote:
+        """Return the price that it rests on."""
+        quote = self.cost.rent or prices.machine(self.machine.name).purchase
+        assert quote is not None
+        return quote
 
     def metric(self, by: RankBy) -> float:
         """Return the number that offers are ranked by."""
