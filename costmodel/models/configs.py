@@ -6,6 +6,7 @@ Only the raw JSON is read, so planning needs neither torch nor transformers.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -165,12 +166,10 @@ def read_model_spec(
     (40, 5120, '12.85 B')
     """
     path = Path(source)
-    if path.is_dir():
-        path = path / CONFIG_NAME
-    if not path.is_file():
+    if not path.exists():
         name = _shipped_name(str(source))
         return spec_of_config(_shipped()[name], name=name, trainable=trainable, split_blocks=split_blocks)
-    loaded = read_json_object(path, "model's configuration", ModelError)
+    path, loaded = read_config(path)
     if "param_groups" in loaded or "groups" in loaded:  # as earlier versions wrote it
         return _saved_spec(loaded, path, trainable, split_blocks)
     name = path.parent.name if path.name == CONFIG_NAME else path.stem
@@ -192,10 +191,93 @@ def stored_quantization_in(source: str | Path) -> StoredQuantization | None:
 
     Raises ModelError if the quantized values have no counterpart here.
     """
-    path = Path(source) / CONFIG_NAME
-    if not path.is_file():
+    if not (Path(source) / CONFIG_NAME).is_file():
         return None
-    return stored_quantization(read_json_object(path, "model's configuration", ModelError), str(path))
+    path, config = read_config(source)
+    return stored_quantization(config, str(path))
+
+
+def read_config(source: str | Path) -> tuple[Path, dict[str, Any]]:
+    """Return where a model's configuration is, and its fields.
+
+    Parameters
+    ----------
+    source : str or Path
+        A ``config.json``, or a directory that holds one.
+
+    Raises
+    ------
+    ModelError
+        If there is none, or it is damaged.
+    """
+    path = Path(source)
+    inside = path / CONFIG_NAME if path.is_dir() else path
+    if not inside.exists() or inside.suffix == ".gguf":
+        gguf = [inside] if inside.exists() else [*path.glob("*.gguf")]
+        if gguf:
+            message, hint = f"{gguf[0]} is a file of llama.cpp, which zosim does not read", _FROM_GGUF
+        elif (path / "model_index.json").exists():
+            message = f"directory {source} is a pipeline of diffusers, not a language model"
+            hint = "name the directory of a language model"
+        else:
+            message = f"directory {source} is not a model: it has no {CONFIG_NAME}"
+            hint = "name the directory that `save_pretrained` of transformers wrote"
+        raise ModelError(message, hint=hint)
+    return inside, read_json_object(inside, "model's configuration", ModelError)
+
+
+_FROM_GGUF = (
+    "give the model that it was made from, or convert it: "
+    "AutoModelForCausalLM.from_pretrained(DIR, gguf_file=NAME).save_pretrained(NEW)"
+)
+
+
+def model_type_of(config: Mapping[str, Any], where: str) -> str:
+    """Return the ``model_type`` of a configuration.
+
+    Parameters
+    ----------
+    config : mapping
+    where : str
+        Where it was read, for messages.
+
+    Raises
+    ------
+    ModelError
+        If it has none.
+    """
+    if isinstance(model_type := config.get("model_type"), str):
+        return model_type
+    if isinstance(config.get("_class_name"), str):
+        message = f"{where} describes a {config['_class_name']:.60} of diffusers, not a language model"
+    elif model_type is None:
+        message = f"{where} has no model_type"
+    else:
+        message = f"{where} has model_type {model_type!r:.60}, which is no family's name"
+    raise ModelError(message, hint="name the directory or the config.json of a model of transformers")
+
+
+@cache
+def note_defaults(where: str, family: str, defaults: tuple[tuple[str, int], ...]) -> None:
+    """Warn once that sizes which a configuration does not state are taken from its family's defaults.
+
+    Parameters
+    ----------
+    where : str
+        Where the configuration was read.
+    family : str
+        Its ``model_type``.
+    defaults : tuple of (str, int)
+        Name and value of each size.
+    """
+    if defaults:
+        listed = ", ".join(f"{name} {value}" for name, value in defaults)
+        _LOG.warning(
+            "warning: %s does not state all sizes; defaults of %s are taken: %s", where, family, listed
+        )
+
+
+_LOG = logging.getLogger("zosim")
 
 
 def spec_of_config(
@@ -230,15 +312,15 @@ def spec_of_config(
     """
     config, whole = text_config(config), config
     family = checked_config(config, source or f"the configuration of {name}")
-    if family is None and config.get("model_type") is None:
-        message = f"{source or f'the configuration of {name}'} has no model_type"
-        raise ModelError(message, hint="name the directory or the config.json of a model of transformers")
     if family is None:
+        model_type = model_type_of(config, source or f"the configuration of {name}")
         raise UnknownFamily(
-            f"model {name}: the parameters of model_type {config.get('model_type')!r:.60} are not known",
+            f"model {name}: the parameters of model_type {model_type!r:.60} are not known",
             hint=f"with torch and transformers installed, count them once: {COUNTING}. Known types: "
             f"{', '.join(FAMILIES)}",
         )
+    if source:
+        note_defaults(source, family.family, family.default_sizes)
     shape, tensors = family.shape, list(family.tensors())
     lora = trainable if isinstance(trainable, LoRA) else None
     num_prefix_tokens = trainable.num_tokens if isinstance(trainable, Prefix) else 0
@@ -429,9 +511,6 @@ def _shipped_name(source: str) -> str:
         return known_as
     planned = [name for name, config in _shipped().items() if config["model_type"] in FAMILIES]
     close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], planned, n=3, cutoff=0.5)
-    if Path(source).is_dir():
-        message = f"directory {source} is not a model: it has no {CONFIG_NAME}"
-        raise ModelError(message, hint="name the directory that `save_pretrained` of transformers wrote")
     if source.startswith((".", "/", "~")) or source.count("/") > 1:  # a name has one slash at most
         message = f"there is no model directory {source!r}"
         raise ModelError(

@@ -48,6 +48,14 @@ Count = Annotated[int, Field(ge=0, le=2**31)]
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
+SIZES = {
+    "vocab_size", "hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers", "num_layers",
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "intermediate_size", "ffn_dim", "num_experts",
+    "num_local_experts", "n_routed_experts", "moe_intermediate_size",
+}  # fmt: skip
+"""Fields without which a configuration says little of a model."""
+
+
 class FamilyConfig(BaseModel):
     """What zosim reads of a ``config.json``, checked before anything is built from it. Fields are transformers' own.
 
@@ -78,6 +86,12 @@ class FamilyConfig(BaseModel):
         """Format of the weights in the model's files, where the configuration states one."""
         declared = self.dtype or self.torch_dtype
         return None if declared == "auto" else declared
+
+    @property
+    def default_sizes(self) -> tuple[tuple[str, int], ...]:
+        """Name and value of each size that the configuration leaves to the family's default."""
+        stated = self.model_fields_set
+        return tuple((name, value) for name, value in self if name in SIZES - stated and value)
 
     @cached_property
     def sizes(self) -> _Names:
@@ -326,9 +340,11 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("initializer_range", "init_std"), Spread),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any]),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rotary_pct", "clip_qkv"), Factor),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), Factor),
     "first_k_dense_replace": Count,
     "num_ln_in_parallel_attn": Count,
     "sliding_window": Count,
+    "max_window_layers": Count,
     "pad_token_id": TokenId,
     "layer_types": list[str],
     "mlp_only_layers": list[int],
@@ -347,7 +363,7 @@ def _type_of(name: str, default: Any) -> Any:
     return {bool: bool, float: Factor}.get(type(default), Extent)
 
 
-_MAY_BE_NULL = ("attention_dropout", "pad_token_id")
+_MAY_BE_NULL = ("attention_dropout", "pad_token_id", "num_key_value_heads", "sliding_window")
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from executors.models.parameters import are_same
 from executors.models.recording_blocks import Call
 from topology.errors import ModelError
 
@@ -106,7 +107,7 @@ class HalvedBlock:
         halfway = self.front(rows, call)
         joined = self.back(halfway)
         # NaNs are equal here: damaged weights are not this check's to find.
-        if not bool(((joined == whole) | (joined.isnan() & whole.isnan())).all()):
+        if not are_same(joined, whole):
             raise ModelError(
                 f"{type(self._block).__name__} does more after the second linear of its MLP than add the "
                 "residual stream",

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +21,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from costmodel.memory import host_limits
-from costmodel.models.configs import CONFIG_NAME, checked_config, shipped_config, stored_quantization_in
-from costmodel.models.families import FAMILIES
+from costmodel.models.configs import (
+    CONFIG_NAME,
+    checked_config,
+    model_type_of,
+    note_defaults,
+    read_config,
+    shipped_config,
+    stored_quantization_in,
+    text_config,
+)
+from costmodel.models.families import FAMILIES, SIZES
 from executors.formats import SAFETENSORS_NAMES, TORCH_DTYPES, WEIGHTS_NAME
 from executors.models.transformers_interface import attention_of
 from topology.errors import ModelError, ZosimError
@@ -84,7 +94,7 @@ def load_model(
     loading = {"dtype": TORCH_DTYPES[dtype], "attn_implementation": own, "trust_remote_code": False}
     with quietly_loading(source, allow_download=allow_download):
         # Without memory first: size and names are checked before any weight is read.
-        with torch.device("meta"):
+        with torch.device("meta"), naming_nulls(config):
             skeleton = auto.from_config(config, **loading)
         _refuse_too_large(source, skeleton)
         if random_weights:
@@ -128,12 +138,13 @@ def _auto_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    family = FAMILIES.get(config.model_type)
+    family, causal = FAMILIES.get(config.model_type), transformers.AutoModelForCausalLM
     if family is not None:
         is_causal = family.is_causal
     else:
-        is_causal = not {*(config.architectures or ())} & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
-    return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
+        declared = {*(config.architectures or ())} & {*MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
+        is_causal = not declared and type(config) in causal._model_mapping
+    return causal if is_causal else transformers.AutoModelForMaskedLM
 
 
 def load_config(source: str | Path, *, allow_download: bool = False, shipped: bool = False) -> Any:
@@ -145,9 +156,8 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
     """
     import transformers
 
-    fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
-    where = str(source) if Path(source).is_file() else f"{source}/{CONFIG_NAME}"
-    checked_config(fields, where)
+    where, fields = _config_fields(source, allow_download=allow_download, shipped=shipped)
+    inner = checked_config(text_config(fields), where)
     if fields.get("is_encoder_decoder") is True:
         raise ModelError(
             f"{where} describes an encoder-decoder, which is not supported",
@@ -162,19 +172,54 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
             _UsualSizes.model_validate(config)
             text = config.get_text_config()
             _UsualSizes.model_validate(text)
+    stated = fields.get(next((name for name, value in vars(config).items() if value is text), ""), fields)
+    _look_at_sizes(text, stated, where, is_checked=inner is not None)
     declared, own = fields.get("num_hidden_layers"), getattr(config, "num_hidden_layers", None)
-    if declared is not None and declared != own and "num_hidden_layers" not in config.attribute_map:
+    if (
+        declared is not None
+        and own not in (None, declared)
+        and "num_hidden_layers" not in config.attribute_map
+    ):
         raise ModelError(
             f"{where} has num_hidden_layers {declared}, but its other fields describe {own} layers",
             hint="correct the field that lists the types of layers",
         )
     if type(text) is type(config) or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    _LOG.warning("%s is a %s: its text model, %s, is run", source, config.model_type, text.model_type)
+    _note_text_model(str(source), config.model_type, text.model_type)
     return text
 
 
-_LOG = logging.getLogger("zosim")
+@cache
+def _note_text_model(source: str, model_type: str, text_type: str) -> None:
+    """Say once which part of a model of texts and images is run."""
+    logging.getLogger("zosim").warning(
+        "%s is a %s: its text model, %s, is run", source, model_type, text_type
+    )
+
+
+def _look_at_sizes(config: Any, stated: Any, where: str, *, is_checked: bool) -> None:
+    """Raise for a size that is null, and note those that a file leaves to the family's defaults.
+
+    `stated`: the file's fields. `is_checked`: whether the planner's reader has noted them.
+    """
+    spelt, defaults = config.attribute_map, []
+    for own in {spelt.get(name, name) for name in SIZES}:
+        names = {own, *(name for name, of in spelt.items() if of == own)}
+        if names & _NEEDED and getattr(config, own, 0) is None:
+            message = f"{where} states no {own}"
+            raise ModelError(
+                message,
+                hint=f"models of type {config.model_type} have no default for it: copy the whole file",
+            )
+        usual = getattr(type(config), own, None)
+        is_default = isinstance(usual, int) and usual and getattr(config, own) == usual
+        if is_default and not names & {*(stated or ())} and not is_checked:
+            defaults.append((own, usual))
+    note_defaults(where, config.model_type, tuple(sorted(defaults)))
+
+
+_NEEDED = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"}
 _TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
@@ -183,21 +228,17 @@ _TEXT_NAMES = {
 """What files of a model of texts and images call the weights of its text model, and what that calls them."""
 
 
-def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -> dict[str, Any]:
+def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -> tuple[str, dict[str, Any]]:
     path = Path(source)
-    if path.is_file():
-        return read_json_object(path, "model configuration", ModelError)
     if path.is_dir():
         _refuse_irregular(path)
-        if not (path / CONFIG_NAME).is_file():
-            raise ModelError(
-                f"{source} has no {CONFIG_NAME}",
-                hint="give a directory written by transformers' save_pretrained",
-            )
-        return read_json_object(path / CONFIG_NAME, "model configuration", ModelError)
-    if shipped and not path.exists():
+    if path.exists():
+        where, fields = read_config(path)
+        return str(where), fields
+    where_named = f"{source}/{CONFIG_NAME}"
+    if shipped:
         try:
-            return shipped_config(str(source))
+            return where_named, shipped_config(str(source))
         except ModelError:
             pass  # a name that transformers may know
     from transformers import PreTrainedConfig
@@ -206,8 +247,8 @@ def _config_fields(source: str | Path, *, allow_download: bool, shipped: bool) -
     with refusing(source, allow_download=allow_download):
         if find_adapter_config_file(str(source), local_files_only=not allow_download) is not None:
             raise _with_adapter(source)
-        fields, _ = PreTrainedConfig.get_config_dict(str(source), local_files_only=not allow_download)
-        return dict(fields)
+        named, _ = PreTrainedConfig.get_config_dict(str(source), local_files_only=not allow_download)
+        return where_named, dict(named)
 
 
 _ADAPTER_NAME = "adapter_config.json"
@@ -242,13 +283,9 @@ def _config_class(fields: Mapping[str, Any], where: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        if model_type is None:
-            raise ModelError(
-                f"{where} has no model_type", hint="give the config.json of a transformers model"
-            )
-        code = " and brings code of its own, which zosim never runs" if "auto_map" in fields else ""
+    model_type = model_type_of(fields, where)
+    if model_type not in CONFIG_MAPPING:
+        code = ", and brings code of its own, which zosim never runs" if "auto_map" in fields else ""
         listed = fields.get("architectures")
         named = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
         known_as = (kind for kind, made in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if made in named)
@@ -441,6 +478,26 @@ def refusing(source: str | Path, *, allow_download: bool = False) -> Iterator[No
                 "name a directory written by save_pretrained, or add --allow-download for a model of the Hub"
             )
         raise ModelError(f"cannot load the model {source}: {reason}", hint=hint) from error
+
+
+@contextmanager
+def naming_nulls(config: Any) -> Iterator[None]:
+    """Turn a failure to build a model into a ModelError that names what its configuration leaves open."""
+    from transformers import PreTrainedConfig
+
+    text = config.get_text_config()
+    usual = {*dir(PreTrainedConfig), *vars(PreTrainedConfig())}
+    nulls = [name for name, value in vars(text).items() if value is None and name not in usual]
+    nulls = [name for name in nulls if not name.endswith("_token_id")]
+    try:
+        yield
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        if not nulls:
+            raise
+        raise ModelError(
+            f"transformers cannot build this {text.model_type}: {one_line(error)}",
+            hint=f"the configuration states no {', '.join(nulls)}, which may be needed",
+        ) from error
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -17,7 +17,7 @@ from costmodel.models.model_spec import ModelSpec
 from executors.formats import format_of
 from executors.models.blocks import fills_masks
 from executors.models.host_mirrors import HostMirrors
-from executors.models.loading import load_config, model_class, quietly_loading
+from executors.models.loading import load_config, model_class, naming_nulls, quietly_loading
 from executors.models.model import SegmentedModel, in_segments
 from executors.models.transformers_interface import attention_by, register_attention
 from topology.errors import UnknownFamily, ZosimError
@@ -118,7 +118,7 @@ def without_weights(source: str) -> nn.Module:
     Raises ModelError if there is no such configuration.
     """
     config = load_config(source, shipped=True)
-    with quietly_loading(source), torch.device("meta"):
+    with quietly_loading(source), torch.device("meta"), naming_nulls(config):
         model: nn.Module = model_class(config)._from_config(config, attn_implementation="eager")
         model.tie_weights()  # type: ignore[operator]
     return model

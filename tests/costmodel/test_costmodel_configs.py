@@ -347,7 +347,7 @@ def test_lora_trains_two_narrow_matrices_per_target():
             {"model_type": "llama", "rope_parameters": [1]},
             "rope_parameters: must be a valid dictionary",
         ),
-        ({"model_type": ["llama"]}, "are not known"),
+        ({"model_type": ["llama"]}, "which is no family's name"),
         ({"model_type": "gpt2", "n_layer": 0, "n_embd": "x"}, r"2 problems(?s:.*)n_embd(?s:.*)n_layer"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True is not supported"),
     ],

@@ -112,7 +112,9 @@ def test_published_models_of_families_without_a_row_are_counted(tmp_path, name):
         ({"model_type": "nemotron_h", "num_hidden_layers": 52}, "describe 4 layers"),
         ({"model_type": "whisper", "is_encoder_decoder": True}, "describes an encoder-decoder"),
         ({"model_type": "persimmon", "quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is none that is read"),
-        ({"_class_name": "UNet2DConditionModel"}, "has no model_type"),
+        ({"_class_name": "UNet2DConditionModel"}, "describes a UNet2DConditionModel of diffusers"),
+        ({"model_type": "esm", "architectures": ["EsmForMaskedLM"]}, "states no vocab_size"),
+        ({"model_type": "hunyuan_v1_dense", "num_hidden_layers": 2}, "states no head_dim, which may be needed"),
         ({"model_type": "glm4_moe", "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 8}, "exceeds the 4 experts"),
     ],
 )  # fmt: skip
@@ -181,3 +183,30 @@ def test_an_unknown_family_takes_the_memory_that_its_specification_says(family):
     # A suspended forward has another beside it, which waits with what it holds between blocks.
     num_forwards = 2 if isinstance(in_segments(model), SuspendedModel) else 1
     assert measured.peak <= peak <= 1.1 * num_forwards * measured.peak
+
+
+def test_sizes_that_are_not_stated_are_told_once(tmp_path, caplog):
+    # A model of texts and images that states nothing of its text model, and may be asked to split inside its blocks.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "blip-2"}))
+    for _ in range(2):
+        assert model_spec(str(tmp_path), split_blocks=(0,)).split_blocks == (0,)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "defaults of opt are taken: ffn_dim 3072, hidden_size 768" in said[0]
+
+
+def test_masked_models_need_not_state_their_architecture(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "distilbert", "n_layers": 2, "dim": 48, "n_heads": 4})
+    )
+    assert not model_spec(str(tmp_path)).is_causal
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("model.gguf", "is a file of llama.cpp"), ("model_index.json", "is a pipeline of diffusers")],
+)
+def test_directories_of_other_tools_are_named(tmp_path, name, told):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=told):
+        model_spec(str(tmp_path))
