@@ -136,7 +136,10 @@ def _rotated(
     is_wide = {"wide rotation", "wide products"} & {*spec.quirks} and FORMATS[q.dtype].element_bytes < 4
     wide: DType = "float32" if is_wide else q.dtype
     begun = [trace.cast(part, wide) if "wide rotation" in spec.quirks else part for part in (q, k)]
+    # Of heads that are turned in part, the turned shares of queries live until those of keys do.
+    share = trace.new(q.num_elements * spec.rotary_dim // spec.head_dim * _is_partial(spec), wide)
     turned = [_rotate(trace, spec, part, wide) for part in begun]
+    trace.free(share)
     if begun[0] is not q:
         trace.free(*begun)
     q_turned, k_turned = (trace.cast(part, q.dtype, drop=True) for part in turned)
@@ -184,11 +187,15 @@ def _prefixed(trace: KernelTrace, spec: ModelSpec, shape: Pass, states: TracedBu
     return longer
 
 
+def _is_partial(spec: ModelSpec) -> bool:
+    return 0 < spec.rotary_dim < spec.head_dim
+
+
 def _rotate(
     trace: KernelTrace, spec: ModelSpec, buffer: TracedBuffer, dtype: DType | None = None
 ) -> TracedBuffer:
     """Play ``x * cos + rotate_half(x) * sin``: five kernels, the tables being small, and one that puts what is not turned beside it."""
-    is_partial = 0 < spec.rotary_dim < spec.head_dim
+    is_partial = _is_partial(spec)
     share = TracedBuffer(buffer.num_elements * spec.rotary_dim // spec.head_dim, buffer.dtype)
     turning = share if is_partial else buffer
     cosine = trace.map(turning, dtype=dtype)
@@ -205,8 +212,18 @@ def _fused(trace: KernelTrace, spec: ModelSpec, shape: Pass, qkv: tuple[TracedBu
     """Play a fused attention kernel: scores stay on chip."""
     trace.attention.append(_attention(spec, shape, materialised=False))
     trace.num_kernels += 1
+    # Beside a mask, which torch turns into numbers, transformers repeats keys and values of heads that share them. A batch
+    # may have one, so there is memory for it; its time is not counted.
+    is_masked = shape.attention == "sdpa"
+    extra = [trace.new(shape.rows * shape.seq)] if is_masked else []
+    if is_masked and spec.num_key_value_heads < spec.num_heads:
+        extra += [trace.new(shape.rows * spec.num_heads * spec.head_dim) for _ in range(2)]
+    extra.append(trace.new(shape.rows * spec.num_heads, "float32"))  # sums of exponentials
     output = trace.new(shape.rows * spec.num_heads * spec.value_dim)
     trace.elementwise_bytes += sum(buffer.size_bytes for buffer in (*qkv, output))
+    if _is_partial(spec) and not spec.latent:  # queries lie by head, and so does the output
+        extra.append(trace.new(output.num_elements))
+    trace.free(*extra)
     return output
 
 

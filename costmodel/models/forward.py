@@ -205,7 +205,10 @@ def shared_activation_bytes(
     spans = {seen_tokens(spec, block, seq) for block in range(spec.num_blocks)}
     stores_scores = attention == "eager" or (spec.stores_scores == "always" and attention == "sdpa")
     masks = sum(width if stores_scores else bool(is_padded or span) for span in spans)
-    rotary = 2 * seq * (spec.rotary_dim or spec.head_dim) * width if spec.positions == "rotary" else 0
+    if has_slopes := "slopes in mask" in spec.quirks:
+        masks = spec.num_heads * width
+    has_tables = spec.positions == "rotary" or has_slopes
+    rotary = 2 * seq * (spec.rotary_dim or spec.head_dim) * width if has_tables else 0
     alibi = batch * spec.num_heads * seq * width if spec.positions == "alibi" else 0
     return batch * seq * seq * masks + rotary * len(spans) + alibi + spec.buffer_bytes
 
@@ -342,7 +345,7 @@ def _added(
 
 
 def _block_work(spec: ModelSpec, shape: Pass) -> Work:
-    trace = KernelTrace(shape.dtype)
+    trace = KernelTrace(shape.dtype, adds_biases="late biases" in spec.quirks)
     if spec.family not in FAMILIES:
         return _listed_block_work(trace, spec, shape)
     if not spec.is_causal:

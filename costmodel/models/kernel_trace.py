@@ -34,6 +34,7 @@ class KernelTrace:
     """Kernels recorded so far."""
 
     dtype: DType  # compute format of the matrix products
+    adds_biases: bool = False  # by a kernel of its own behind each product
     # live_bytes, peak_bytes: what is alive now and the most that ever was.
     live_bytes: int = 0
     peak_bytes: int = 0
@@ -90,10 +91,11 @@ class KernelTrace:
         return self.map(buffer, dtype=dtype, drop=(buffer,) if drop else ())
 
     def linear(self, rows: int, inputs: int, outputs: int) -> TracedBuffer:
-        """Return the output of a matrix product with a weight; a bias rides along for free."""
+        """Return the output of a matrix product with a weight; a bias rides along for free in most code."""
         self.matmuls.append(Matmul(m=rows, n=outputs, k=inputs, alive_bytes=self.live_bytes))
         self.num_kernels += 1
-        return self.new(rows * outputs)
+        output = self.new(rows * outputs)
+        return self.map(output, drop=(output,)) if self.adds_biases else output
 
     def grouped(self, rows: int, inputs: int, outputs: int, num_groups: int) -> TracedBuffer:
         """Return the output of products in one kernel, rows shared out as evenly as they can be among so many weights."""

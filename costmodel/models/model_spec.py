@@ -31,14 +31,15 @@ FRONT = ".front"
 BACK = ".back"
 
 Quirk = Literal[
-    "holds attention", "holds norm", "holds projections", "holds scores", "late head norms", "narrow softmax", "shifted norm",
-    "wide norm", "wide products", "wide rotation", "wide scores",
+    "holds attention", "holds norm", "holds projections", "holds scores", "late biases", "late head norms", "narrow softmax",
+    "shifted norm", "slopes in mask", "wide norm", "wide products", "wide rotation", "wide scores",
 ]  # fmt: skip
 """What models' code does with temporaries.
 
 Names hold attention's output or input to the end of the block, queries and keys or scores before the mask while they are attended to.
 Heads are normalised when all three projections are made; one is added to a norm's weight. In half precision, norms without
-weights, rotations, or products of them, or scores are computed in float32; or the softmax is not.
+weights, rotations, or products of them, or scores are computed in float32; or the softmax is not. Biases are added by kernels of
+their own; a mask holds ALiBi's slopes, so each head has its own.
 """
 
 TrainableSubset = Literal["all", "matrices", "linears"]

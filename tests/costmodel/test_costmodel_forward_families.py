@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from costmodel import spec_of_config
 from costmodel.models.experts import Experts
 from costmodel.models.families import FAMILIES
-from costmodel.models.forward import forward_work
+from costmodel.models.forward import forward_work, shared_activation_bytes
 from tests.costmodel.test_costmodel_forward_torch import DTYPES, LiveStorages
 from tests.support.tiny_families import TINY
 from topology.errors import ModelError
@@ -20,8 +20,8 @@ NEW = [family for family in TINY if family not in ("opt", "gpt2", "llama", "qwen
 """Families that are not told kernel by kernel elsewhere."""
 
 
-def _model(family, attention, dtype="float32"):
-    fields = {"pad_token_id": 1, **TINY[family]}
+def _model(family, attention, dtype="float32", **fields):
+    fields = {"pad_token_id": 1, **TINY[family], **fields}
     config = AutoConfig.for_model(family, **fields)
     torch.manual_seed(0)
     auto = AutoModelForCausalLM if FAMILIES[family].is_causal else AutoModelForMaskedLM
@@ -40,8 +40,10 @@ def _run_block(model, spec, batch, seq):
     hook = block.register_forward_pre_hook(
         lambda _, args, kwargs: called.update(args=args, kwargs=kwargs), with_kwargs=True
     )
+    mask = torch.ones((batch, seq), dtype=torch.long)
+    mask[0, -1] = 0
     with torch.no_grad():
-        model(input_ids=_tokens(spec, batch, seq), use_cache=False)
+        model(input_ids=_tokens(spec, batch, seq), attention_mask=mask, use_cache=False)
         hook.remove()
         given = [leaf for leaf in tree_leaves(called) if isinstance(leaf, torch.Tensor)]
         with LiveStorages([*model.parameters(), *model.buffers(), *given]) as mode:
@@ -71,9 +73,36 @@ def test_blocks_take_the_memory_and_the_kernels_that_are_counted(family, attenti
         )
         # Never too low, but for a few numbers per row.
         assert peak - 40 * batch * seq <= work.workspace_bytes <= 1.35 * peak, (batch, seq)
-        # A router's few numbers take a dozen kernels more or less, and so do masks that kernels make for themselves.
-        slack = 16 if spec.experts else 8 if spec.stores_scores != "never" else 4
+        # A router's few numbers take a dozen kernels more or less, and so does what a mask has torch and transformers make.
+        slack = 16 if spec.experts else 8
         assert abs(work.num_kernels - num_kernels) <= slack + 0.1 * num_kernels, (batch, seq)
+
+
+_WIDE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 48}
+ODD = [
+    ("granite", _WIDE_HEADS),
+    ("glm", {**_WIDE_HEADS, "intermediate_size": 64}),
+    ("nemotron", {**_WIDE_HEADS, "num_key_value_heads": 8, "intermediate_size": 64}),
+    ("phimoe", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    ("falcon", {"alibi": True, "bias": True, "parallel_attn": False, "multi_query": False}),
+    ("gemma3_text", {"final_logit_softcapping": 11.0}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), ODD)
+def test_legal_fields_that_few_models_have_are_counted(family, fields):
+    model, spec = _model(family, "sdpa", **fields)
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    peak, _ = _run_block(model, spec, 3, 28)
+    work = forward_work(spec, "block.1", batch=3, seq=28, padded=True)
+    assert peak - 40 * 3 * 28 <= work.workspace_bytes <= 1.35 * peak
+
+
+def test_masks_with_slopes_are_counted_by_head():
+    _, spec = _model("falcon", "sdpa", alibi=True)
+    shared = [shared_activation_bytes(spec, batch=2, seq=seq) for seq in (16, 32)]
+    assert shared[1] - 2 * shared[0] >= 4 * spec.num_heads * 2 * (32**2 - 2 * 16**2)
 
 
 def _grouped_flops(rows, weights, *args, out_shape=None, **kwargs) -> int:

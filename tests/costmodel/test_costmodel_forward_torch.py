@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ class Bench:
     family: str
     attention: str
     dtype: str
+    is_padded: bool = False
     model: torch.nn.Module = field(init=False)
     spec: ModelSpec = field(init=False)
 
@@ -94,11 +96,14 @@ class Bench:
         base = self.model.base_model
         paths = {"opt": "decoder.layers", "gpt2": "h", "roberta": "encoder.layer"}
         layers = base.get_submodule(paths.get(self.family, "layers"))
-        kwargs: dict[str, object] = {"attention_mask": None}
+        kwargs: dict[str, Any] = {"attention_mask": None}
         if self.attention == "eager":
             mask = torch.zeros(batch, 1, seq, seq, dtype=DTYPES[self.dtype])
             kwargs["attention_mask"] = mask
             given.append(mask)
+        elif self.is_padded:
+            kwargs["attention_mask"] = torch.ones(batch, 1, seq, seq, dtype=torch.bool).tril()
+            given.append(kwargs["attention_mask"])
         if self.spec.positions == "rotary":
             tables = base.rotary_emb(hidden, position_ids=torch.arange(seq)[None])
             kwargs["position_embeddings"] = tables
@@ -164,7 +169,7 @@ CASES = [
 @pytest.mark.parametrize("segment", ["embed", "block.1", "head"])
 @pytest.mark.parametrize(("batch", "seq"), [(3, 48), (1, 160)])
 def test_workspace_is_the_peak_of_live_storages(family, attention, dtype, segment, batch, seq):
-    bench = Bench(family, attention, dtype)
+    bench = Bench(family, attention, dtype, is_padded=True)
     mode, output_bytes = _track(bench, segment, batch, seq)
     work = forward_work(bench.spec, segment, batch=batch, seq=seq, dtype=dtype, attention=attention)
     measured = max(mode.peak - output_bytes, 0)
