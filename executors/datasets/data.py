@@ -235,15 +235,24 @@ class Dataset:
             return Question((example,), 0)
         with _named(where):
             question, num_kept = self.template.encode(line, self.tokenizer)
-        fitted = (self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
+        fitted = tuple(self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
+        cut = [
+            len(example.label_positions) < len(whole.label_positions)
+            for example, whole in zip(fitted, question.candidates, strict=True)
+        ]
+        if len(fitted) > 1 and any(cut):
+            raise DataError(
+                f"{where} cannot be cut to {self.limits.max_length} tokens: an answer and what follows it have more",
+                hint="raise --seq, or shorten the template after {label}",
+            )
         if self.fills_masks:
             if (mask_token := self.tokenizer.mask_token_id) is None:
                 raise DataError(
                     "the model is a masked model, but its tokenizer has no mask token",
                     hint="copy the tokenizer's files again, or give input_ids that contain the mask token",
                 )
-            fitted = (example.masked(mask_token) for example in fitted)
-        return Question(tuple(fitted), question.answer)
+            fitted = tuple(example.masked(mask_token) for example in fitted)
+        return Question(fitted, question.answer)
 
 
 def open_dataset(

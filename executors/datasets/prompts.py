@@ -70,7 +70,7 @@ class Example:
         """
         if len(self) <= max_length:
             return self
-        if self.labels[0] != IGNORED_LABEL:
+        if self.labels[min(num_kept, len(self) - 1)] != IGNORED_LABEL:
             return Example(self.input_ids[:max_length], self.labels[:max_length])
         num_kept = min(num_kept, max_length)
         rest = len(self) - (max_length - num_kept)

@@ -286,6 +286,16 @@ class TestPrompts:
         assert tokenizer.decode(example.input_ids) == "<s>xx It was good."
         assert len(example) == 16
 
+    def test_text_without_a_label_loses_its_end_and_answers_lose_nothing(
+        self, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        path = write_lines(tmp_path, [{"text": "abcdefgh", "label": 1}])
+        limits = Limits(max_length=4, truncate=True)
+        plain = open_dataset(path, limits=limits, template=PromptTemplate("{text}"), tokenizer=tokenizer)
+        assert tokenizer.decode(plain.examples([0])[0].input_ids) == "<s>abc"
+        with pytest.raises(DataError, match="line 1 cannot be cut to 4 tokens: an answer and what follows"):
+            open_dataset(path, limits=limits, template=self.TEMPLATE, tokenizer=tokenizer)
+
     @pytest.mark.parametrize(
         ("template", "words", "complaint"),
         [
