@@ -65,18 +65,6 @@ class Interval:
         return f"{self.low:.3g} to {self.high:.3g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Volume:
-    """A printed communication volume."""
-
-    table: int
-    model: str
-    dataset: str
-    method: str
-    bits: int  # of an activation's values
-    gigabytes: Interval
-
-
 def printed(text: str) -> Interval:
     """Return what a number printed as `text` may have been.
 
@@ -89,39 +77,52 @@ def printed(text: str) -> Interval:
     return Interval(float(text) - half, float(text) + half)
 
 
-def read_volumes() -> list[Volume]:
+def read_volumes() -> list[Printed]:
     """Return all printed volumes."""
-    volumes = []
-    for row in shipped_rows(PAPER):
-        if row["quantity"] == VOLUME and row["value"]:
-            case = volume_case(row)
-            volumes.append(
-                Volume(
-                    int(row["table"]), case.model, case.dataset, case.method, case.bits, printed(row["value"])
-                )
-            )
-    return volumes
+    rows = (row for row in shipped_rows(PAPER) if row["quantity"] == VOLUME)
+    return [Printed(volume_case(row), row.value, row) for row in rows if row.value is not None]
+
+
+def gigabytes(volume: Printed) -> Interval:
+    """Return what a printed volume may have been."""
+    return printed(volume.row["value"])
+
+
+def over(one: Printed, other: Printed) -> Interval:
+    """Return the quotient of two printed volumes."""
+    return gigabytes(one).over(gigabytes(other))
 
 
 def find(
-    volumes: list[Volume], model: str, dataset: str, method: str, bits: int | None = None
-) -> Volume | None:
+    volumes: list[Printed], model: str, dataset: str, method: str, bits: int | None = None
+) -> Printed | None:
     """Return a run's volume, from the table that prints more digits."""
     matching = [
         volume
         for volume in volumes
-        if (volume.model, volume.dataset, volume.method) == (model, dataset, method)
-        and bits in (None, volume.bits)
+        if (volume.case.model, volume.case.dataset, volume.case.method) == (model, dataset, method)
+        and bits in (None, volume.case.bits)
     ]
-    return min(matching, key=lambda volume: volume.gigabytes.high - volume.gigabytes.low, default=None)
+    return max(matching, key=lambda volume: volume.case.digits, default=None)
 
 
-def bits_per_element(sent: Volume, baseline: Volume, *, activations: float, baseline_bits: float) -> Interval:
+def volume_of(
+    volumes: list[Printed], model: str, dataset: str, method: str, bits: int | None = None
+) -> Printed:
+    """Return the volume of a run that is printed."""
+    found = find(volumes, model, dataset, method, bits)
+    assert found is not None, f"no volume of {method} with {model} on {dataset}"
+    return found
+
+
+def bits_per_element(
+    sent: Printed, baseline: Printed, *, activations: float, baseline_bits: float
+) -> Interval:
     """Return the bits of ``sent`` for each element of the activations, given those of a baseline with the same steps.
 
     ``e = V/V₀ · B₀`` where `baseline_bits` counts all ``n₀`` messages of a step, and `activations` is ``n``.
     """
-    return sent.gigabytes.over(baseline.gigabytes).times(baseline_bits / activations)
+    return over(sent, baseline).times(baseline_bits / activations)
 
 
 def density_needed(bits: Interval, value_bits: int, index_bits: int) -> Interval:
@@ -129,38 +130,39 @@ def density_needed(bits: Interval, value_bits: int, index_bits: int) -> Interval
     return bits.times(1 / (value_bits + index_bits))
 
 
-def tokens(volume: Volume, *, activations: float, bits: float) -> Interval:
+def tokens(volume: Printed, *, activations: float, bits: float) -> Interval:
     """Return how many tokens a volume is, if `activations` tensors of the MLP's width cross for each, at `bits`."""
-    per_token = activations * WIDTHS[volume.model] * bits / 8
-    return volume.gigabytes.times(1e9 / per_token)
+    per_token = activations * WIDTHS[volume.case.model] * bits / 8
+    return gigabytes(volume).times(1e9 / per_token)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingFinding:
     """One SparQ volume against the ZO-SGD run of the same model and data."""
 
-    volume: Volume
+    volume: Printed
     baseline: str  # what ZO-SGD is supposed to have sent
     bits: Interval  # per element
     is_dense: bool  # whether ``b`` bits for every element explain it
     density: dict[int, Interval]  # needed by values and indices, by the index's bits
 
 
-def findings(volumes: list[Volume]) -> Iterator[EncodingFinding]:
+def findings(volumes: list[Printed]) -> Iterator[EncodingFinding]:
     """Yield every SparQ volume that has a ZO-SGD run beside it, under each supposition."""
     for volume in volumes:
-        against = find(volumes, volume.model, volume.dataset, "ZO-SGD")
+        case = volume.case
+        against = find(volumes, case.model, case.dataset, "ZO-SGD")
         if (
-            volume.method != "SparQ"
+            case.method != "SparQ"
             or against is None
-            or find(volumes, volume.model, volume.dataset, "SparQ", volume.bits) is not volume
+            or find(volumes, case.model, case.dataset, "SparQ", case.bits) is not volume
         ):
             continue
-        index = (WIDTHS[volume.model] - 1).bit_length()
+        index = (WIDTHS[case.model] - 1).bit_length()
         for name, num_messages, width in BASELINES:
             bits = bits_per_element(volume, against, activations=FORWARD, baseline_bits=num_messages * width)
-            density = {w: density_needed(bits, volume.bits, w) for w in (index, 16, 32)}
-            yield EncodingFinding(volume, name, bits, bits.holds(volume.bits), density)
+            density = {w: density_needed(bits, case.bits, w) for w in (index, 16, 32)}
+            yield EncodingFinding(volume, name, bits, bits.holds(case.bits), density)
 
 
 GOAL = (0.05, 0.15)
@@ -280,11 +282,10 @@ def conventions() -> Iterator[str]:
     """Yield what the numbers say about how they were counted."""
     volumes = read_volumes()
     for dataset in ("SST-2", "RTE"):
-        seen = []
-        for model in ("OPT-125M", "OPT-1.3B", "OPT-6.7B"):
-            run = find(volumes, model, dataset, "FO-SGD")
-            assert run is not None
-            seen.append(tokens(run, activations=2, bits=16))
+        seen = [
+            tokens(volume_of(volumes, model, dataset, "FO-SGD"), activations=2, bits=16)
+            for model in ("OPT-125M", "OPT-1.3B", "OPT-6.7B")
+        ]
         low, high = max(item.low for item in seen), min(item.high for item in seen)
         yield (
             f"FO-SGD on {dataset} at the MLP's width, 16 bits there and 16 back: {seen[0]} tokens (125M), {seen[1]} (1.3B), "
@@ -298,10 +299,8 @@ def conventions() -> Iterator[str]:
         ("OPT-6.7B", "RTE"),
         ("OPT-125M", "SST-2"),
     ):
-        first, quantized = find(volumes, model, dataset, "FO-SGD"), find(volumes, model, dataset, "AQ-SGD")
-        assert first is not None
-        assert quantized is not None
-        pairs.append(f"{first.gigabytes.over(quantized.gigabytes)}")
+        first, quantized = (volume_of(volumes, model, dataset, name) for name in ("FO-SGD", "AQ-SGD"))
+        pairs.append(str(over(first, quantized)))
     yield f"FO-SGD over AQ-SGD on OPT: {'; '.join(pairs)}. Dense packing, forward 4 bits and back 8, makes it 32 / 12 = 2.67."
     yield "Decimal or binary gigabytes cannot be told apart in volumes: the unknown tokens take up the difference."
     spec = read_model_spec("opt-6.7b")
@@ -321,9 +320,9 @@ def encodings() -> Table:
     """Return bits per element, and the densities that encodings would need for them."""
     columns: dict[str, Callable[[EncodingFinding], str]] = {
         "ZO-SGD sent": lambda item: item.baseline,
-        "model": lambda item: item.volume.model,
-        "data": lambda item: item.volume.dataset,
-        "b": lambda item: f"{item.volume.bits}",
+        "model": lambda item: item.volume.case.model,
+        "data": lambda item: item.volume.case.dataset,
+        "b": lambda item: f"{item.volume.case.bits}",
         "bits per element": lambda item: f"{item.bits}",
         "dense b bits": lambda item: "yes" if item.is_dense else "no",
         "ρ, log2 W": lambda item: f"{next(iter(item.density.values()))}",
@@ -348,39 +347,32 @@ def anomalies(rows: Sequence[PublishedRow]) -> Iterator[str]:
     """Yield what contradicts itself, with its arithmetic."""
     volumes = read_volumes()
 
-    def over(model: str, dataset: str, one: str, other: str, bits: int | None = None) -> str:
-        first, second = find(volumes, model, dataset, one, bits), find(volumes, model, dataset, other)
-        assert first is not None
-        assert second is not None
-        return str(first.gigabytes.over(second.gigabytes))
+    def quotient(model: str, dataset: str, one: str, other: str) -> Interval:
+        return over(*(volume_of(volumes, model, dataset, method) for method in (one, other)))
 
     yield (
-        f"GPT2: FO-SGD over AQ-SGD is {over('GPT2', 'SST-2', 'FO-SGD', 'AQ-SGD')} on SST-2 and {over('GPT2', 'RTE', 'FO-SGD', 'AQ-SGD')} "
-        f"on RTE; Llama-1B {over('Llama-1B', 'SST-2', 'FO-SGD', 'AQ-SGD')} and {over('Llama-1B', 'RTE', 'FO-SGD', 'AQ-SGD')}. "
+        f"GPT2: FO-SGD over AQ-SGD is {quotient('GPT2', 'SST-2', 'FO-SGD', 'AQ-SGD')} on SST-2 and {quotient('GPT2', 'RTE', 'FO-SGD', 'AQ-SGD')} "
+        f"on RTE; Llama-1B {quotient('Llama-1B', 'SST-2', 'FO-SGD', 'AQ-SGD')} and {quotient('Llama-1B', 'RTE', 'FO-SGD', 'AQ-SGD')}. "
         "The same bits make it 2.67 for every model."
     )
     spans = []
     for model in ("OPT-1.3B", "Llama-1B", "GPT2"):
-        long, short = find(volumes, model, "RTE", "FO-SGD"), find(volumes, model, "SST-2", "FO-SGD")
-        assert long is not None
-        assert short is not None
-        spans.append(f"{model} {long.gigabytes.over(short.gigabytes)}")
+        long, short = (volume_of(volumes, model, dataset, "FO-SGD") for dataset in ("RTE", "SST-2"))
+        spans.append(f"{model} {over(long, short)}")
     yield f"RTE over SST-2 of first-order runs: {', '.join(spans)}. One data set over another is one ratio of lengths."
-    one, four = (find(volumes, "OPT-1.3B", "RTE", "SparQ", bits) for bits in (1, 4))
-    assert one is not None
-    assert four is not None
+    one, four = (volume_of(volumes, "OPT-1.3B", "RTE", "SparQ", bits) for bits in (1, 4))
     yield (
-        f"OPT-1.3B on RTE at 1 bit is {one.gigabytes.over(four.gigabytes)} of 4 bits, on SST-2 it is 0.253 to 0.264: dense packing "
+        f"OPT-1.3B on RTE at 1 bit is {over(one, four)} of 4 bits, on SST-2 it is 0.253 to 0.264: dense packing "
         "makes it 0.25 on both."
     )
     yield (
-        f"Llama-1B: ZO-SGD over FO-SGD is {over('Llama-1B', 'SST-2', 'ZO-SGD', 'FO-SGD')} on SST-2 and "
-        f"{over('Llama-1B', 'RTE', 'ZO-SGD', 'FO-SGD')} on RTE, OPT-125M {over('OPT-125M', 'SST-2', 'ZO-SGD', 'FO-SGD')} and "
-        f"{over('OPT-125M', 'RTE', 'ZO-SGD', 'FO-SGD')}. If runs had equally many steps, it would be one number."
+        f"Llama-1B: ZO-SGD over FO-SGD is {quotient('Llama-1B', 'SST-2', 'ZO-SGD', 'FO-SGD')} on SST-2 and "
+        f"{quotient('Llama-1B', 'RTE', 'ZO-SGD', 'FO-SGD')} on RTE, OPT-125M {quotient('OPT-125M', 'SST-2', 'ZO-SGD', 'FO-SGD')} and "
+        f"{quotient('OPT-125M', 'RTE', 'ZO-SGD', 'FO-SGD')}. If runs had equally many steps, it would be one number."
     )
     yield (
-        f"OPT-6.7B: ZO-SGD over FO-SGD is {over('OPT-6.7B', 'RTE', 'ZO-SGD', 'FO-SGD')} on RTE, two thirds of OPT-1.3B's "
-        f"{over('OPT-1.3B', 'RTE', 'ZO-SGD', 'FO-SGD')}: fewer zeroth-order steps, or shorter ones, for the largest model. Its savings against "
+        f"OPT-6.7B: ZO-SGD over FO-SGD is {quotient('OPT-6.7B', 'RTE', 'ZO-SGD', 'FO-SGD')} on RTE, two thirds of OPT-1.3B's "
+        f"{quotient('OPT-1.3B', 'RTE', 'ZO-SGD', 'FO-SGD')}: fewer zeroth-order steps, or shorter ones, for the largest model. Its savings against "
         "first-order runs are partly that."
     )
     yield from _memory_anomalies(rows)
@@ -425,15 +417,9 @@ def _text_against_tables() -> Iterator[str]:
         for dataset in DATASETS:
             ours, other = find(volumes, model, dataset, "SparQ", 4), find(volumes, model, dataset, "AQ-SGD")
             if ours is not None and other is not None:
-                saved.append(
-                    (
-                        1
-                        - (ours.gigabytes.low + ours.gigabytes.high)
-                        / (other.gigabytes.low + other.gigabytes.high),
-                        model,
-                        dataset,
-                    )
-                )
+                sizes = [gigabytes(volume) for volume in (ours, other)]
+                ratio = (sizes[0].low + sizes[0].high) / (sizes[1].low + sizes[1].high)
+                saved.append((1 - ratio, model, dataset))
     low, high = min(saved), max(saved)
     yield (
         f'"reduces communication overhead by more than 50% compared to AQ-SGD" on average: {np.mean([item[0] for item in saved]):.0%} over '

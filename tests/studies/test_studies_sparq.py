@@ -6,7 +6,7 @@ from studies.published.rows import shipped_rows
 from studies.published.sparq import FORWARD
 from studies.sparq import timelines
 from studies.sparq.__main__ import main
-from studies.sparq.tables import Interval, find, findings, printed, read_volumes, tokens
+from studies.sparq.tables import Interval, find, findings, gigabytes, printed, read_volumes, tokens
 
 VOLUMES = read_volumes()
 
@@ -20,16 +20,16 @@ def test_both_tables_print_the_same_runs():
     """Table 2 prints what table 1 has for 4 bits, with fewer digits."""
     pairs = 0
     for volume in VOLUMES:
-        if (volume.table, volume.method, volume.bits) == (1, "SparQ", 4):
+        case = volume.case
+        if (volume.row["table"], case.method, case.bits) == ("1", "SparQ", 4):
             same = [
-                v
-                for v in VOLUMES
-                if (v.table, v.model, v.dataset, v.method) == (2, volume.model, volume.dataset, "SparQ")
+                gigabytes(other)
+                for other in VOLUMES
+                if (other.row["table"], other.case.model, other.case.dataset, other.case.method)
+                == ("2", case.model, case.dataset, "SparQ")
             ]
-            assert [
-                v.gigabytes.low <= volume.gigabytes.high and volume.gigabytes.low <= v.gigabytes.high
-                for v in same
-            ] == [True]
+            own = gigabytes(volume)
+            assert [own.low <= other.high and other.low <= own.high for other in same] == [True]
             pairs += 1
     assert pairs == 6
 
@@ -38,7 +38,7 @@ def test_bits_per_element_by_hand():
     # 7.18 GB against 47 GB: six messages against ten of 16 bits, 160/6·7.18/47 = 4.074.
     (found,) = (
         f for f in findings(VOLUMES)
-        if (f.volume.model, f.volume.dataset, f.volume.bits, f.baseline) == ("OPT-1.3B", "RTE", 4, "central, 16 bits")
+        if (f.volume.case.model, f.volume.case.dataset, f.volume.case.bits, f.baseline) == ("OPT-1.3B", "RTE", 4, "central, 16 bits")
     )  # fmt: skip
     assert found.bits.holds(160 / 6 * 7.18 / 47)
     assert found.density[16].holds(160 / 6 * 7.18 / 47 / 20)
