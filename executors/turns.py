@@ -98,7 +98,6 @@ def turn_table(
     beside: Mapping[str, Callable[[TurnTimes], float]],
     *,
     digits: int = 2,
-    title: str | None = None,
 ) -> Table:
     """Return milliseconds of each way, and numbers `beside` them by heading, such as ratios of medians."""
     columns = ("", "median (ms)", "fastest (ms)", *beside)
@@ -111,4 +110,4 @@ def turn_table(
         )
         for name, taken in times.items()
     ]
-    return Table(columns, lines, numeric=columns[1:], title=title)
+    return Table(columns, lines, numeric=columns[1:])

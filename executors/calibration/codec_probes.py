@@ -56,16 +56,14 @@ def stage_probes(num_rows: int | None = None) -> Iterator[CodecProbe]:
     yield from _plain(num_rows)
 
 
-def whole_probes(
-    spec: CodecSpec, density: float, dtype: torch.dtype = torch.float32
-) -> tuple[CodecProbe, CodecProbe]:
+def whole_probes(spec: CodecSpec, density: float) -> tuple[CodecProbe, CodecProbe]:
     """Return probes of a whole encode and of a whole decode, to hold predictions against."""
-    values, codec = _activations(density, NUM_ROWS).to(dtype), codec_of(spec)
+    values, codec = _activations(density, NUM_ROWS), codec_of(spec)
     generator = generator_on(torch.device("cpu"), 0)
     message = codec.encode(values, generator)
     stats = symbols_of(values, spec).statistics
-    arguments = (spec, tuple(values.shape), dtype.itemsize, stats)
-    name = f"{spec.name} {density:g} {dtype}"
+    arguments = (spec, tuple(values.shape), values.dtype.itemsize, stats)
+    name = f"{spec.name} {density:g} {values.dtype}"
     return (
         CodecProbe(f"encode {name}", encode_work(*arguments), lambda: codec.encode(values, generator)),
         CodecProbe(f"decode {name}", decode_work(*arguments), lambda: decode(message)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,14 +113,14 @@ def perturbations(
     return z
 
 
-def perturbations_of_steps(
-    num_steps: int, seed: int, shapes: Sequence[Sequence[int]] = ANALYTIC_SHAPES
-) -> list[Tensor]:
+def perturbations_of_steps(num_steps: int, seed: int) -> list[Tensor]:
     """Return the flat first normal perturbation of each step, in float64, under ``counter``."""
     flat = []
     for step in range(num_steps):
-        options = {"rng": "counter", "distribution": "gaussian", "dtype": torch.float64}
-        parts = perturbations(shapes, seed=seed_of(seed, step, 0), step=step, perturbation=0, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"rng": "counter", "distribution": "gaussian", "dtype": torch.float64}
+        parts = perturbations(
+            ANALYTIC_SHAPES, seed=seed_of(seed, step, 0), step=step, perturbation=0, **options
+        )
         flat.append(torch.cat([part.flatten() for part in parts]))
     return flat
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodel.estimate import work_terms
-from costmodel.rates.profile import CONSTANT_UNITS, Bound, Profile
+from costmodel.rates.profile import CONSTANT_UNITS, Profile
 from costmodel.work import Work
 from topology.errors import PlanError
 from topology.validation import did_you_mean
@@ -87,16 +87,12 @@ def step_time_bounds(
     batches: Sequence[int] = (),
     seqs: Sequence[int] = (),
     factors: Mapping[str, Sequence[float]] = MappingProxyType({}),
-    rank: int = 0,
-    bound: Bound = "central",
 ) -> Floats:
-    """Return the seconds per step of all combinations, as if nothing were shared.
+    """Return the seconds per step of the first rank of all combinations, as if nothing were shared.
 
-    - `machine`: of the rank.
+    - `machine`: of that rank; what others do is left out.
     - `batches`, `seqs`: sequences per step and tokens per sequence; the plan's own unless given.
     - `factors`: axes of constants and links, each with what the machine's are multiplied by (see :func:`scaled`).
-    - `rank`: whose program is meant; what other ranks do is left out.
-    - `bound`: which end of the profile's intervals.
 
     Raises PlanError if a batch cannot be planned, or an axis does not exist.
 
@@ -106,9 +102,9 @@ def step_time_bounds(
     """
     batches, seqs = tuple(batches) or (plan.batch,), tuple(seqs) or (plan.seq,)
     shape = tuple(len(values) for values in factors.values())
-    order = _GridOrder.of(lower(plan, rank), machine)
-    works = _Works(plan, rank, order.program)
-    costs = _GridCosts(machine, factors, order.program, bound)
+    order = _GridOrder.of(lower(plan), machine)
+    works = _Works(plan, order.program)
+    costs = _GridCosts(machine, factors, order.program)
     seconds_per_step = np.empty((len(batches), len(seqs), *shape))
     for (i, batch), (j, seq) in itertools.product(enumerate(batches), enumerate(seqs)):
         seconds = costs.of(works.at(batch, seq))
@@ -119,9 +115,8 @@ def step_time_bounds(
 class _Works:
     """The work of every instruction at other batch sizes and lengths."""
 
-    def __init__(self, plan: Plan, rank: int, program: Program) -> None:
+    def __init__(self, plan: Plan, program: Program) -> None:
         self._plan = plan
-        self._rank = rank
         self._program = program
         self._model = shortest(plan.model)
         # Blocks are alike: what is not among the first two is as the second.
@@ -144,7 +139,7 @@ class _Works:
 
     def _listed(self, batch: int, seq: int) -> dict[str, Work]:
         fields = {**dict(self._plan), "batch": batch, "seq": seq, "model": self._model}
-        return {item.id: item.work for item in unordered(Plan(**fields), self._rank).step}
+        return {item.id: item.work for item in unordered(Plan(**fields)).step}
 
 
 def _second_block(name: str) -> str:
@@ -154,13 +149,10 @@ def _second_block(name: str) -> str:
 class _GridCosts:
     """Seconds of instructions along the axes, each costed only for the values that it depends on."""
 
-    def __init__(
-        self, machine: Machine, factors: Mapping[str, Sequence[float]], program: Program, bound: Bound
-    ) -> None:
+    def __init__(self, machine: Machine, factors: Mapping[str, Sequence[float]], program: Program) -> None:
         self._machine = machine
         self._factors = {name: tuple(values) for name, values in factors.items()}
         self._program = program
-        self._bound: Bound = bound
         self._machines: dict[tuple[tuple[str, float], ...], Machine] = {}
         self._known: dict[object, Floats] = {}
         self.shape = tuple(len(values) for values in self._factors.values())
@@ -171,7 +163,7 @@ class _GridCosts:
     @cached_property
     def step_s(self) -> Floats:
         """Host time between two steps, for every configuration."""
-        return self._along({"step_s"}, lambda machine: machine.step_s(self._bound))
+        return self._along({"step_s"}, lambda machine: machine.step_s())
 
     def of(self, works: Sequence[Work]) -> list[Floats]:
         """Return the seconds of the step's instructions, for every configuration."""
@@ -181,12 +173,12 @@ class _GridCosts:
         direction = self._machine.direction(self._program, instruction)
         key = work, direction, instruction.op.type == "collective" and instruction.op
         if key not in self._known:
-            read = _Read(self._machine.profile, self._bound)
+            read = _Read(self._machine.profile)
             work_terms(work, read, direction)
             names = read.constant_groups | ({LINKS} if work.copy_bytes else set())
             changed = replace(instruction, work=work)
             self._known[key] = self._along(
-                names, lambda machine: machine.activity(self._program, changed, self._bound).seconds
+                names, lambda machine: machine.activity(self._program, changed).seconds
             )
         return self._known[key]
 
@@ -209,8 +201,8 @@ class _GridCosts:
 class _Read(dict[str, float]):
     """A profile's constants, with a note of which were asked for."""
 
-    def __init__(self, profile: Profile, bound: Bound) -> None:
-        super().__init__(profile.values(bound))
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile.values())
         self.constant_groups: set[str] = set()
 
     def __getitem__(self, name: str) -> float:

@@ -123,9 +123,9 @@ def measure(known: Sequence[Seen] = (), num_perturbations: int = NUM_PERTURBATIO
     )
 
 
-def read_seen(path: Path = RESULTS) -> list[Seen]:
-    """Return what was measured, from a file; nothing if there is none."""
-    return records_in(path, Seen)
+def read_seen() -> list[Seen]:
+    """Return what was measured; nothing if there is no file."""
+    return records_in(RESULTS, Seen)
 
 
 def main() -> None:

@@ -532,11 +532,6 @@ class StepGraph:
             if self._is_in_run(node.position, edge.distance, edge.instruction)
         ]
 
-    def successor(self, node: RunNode) -> RunNode | None:
-        """Return the node just before this one on its stream, None for the first."""
-        edge = self.follows(node.position, self._number_of(node))
-        return None if edge is None else self._node(node.position, edge)
-
     def _number_of(self, node: RunNode) -> int:
         return self.number[self.phase(node.position)][node.instruction]
 
