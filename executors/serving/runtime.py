@@ -122,9 +122,12 @@ class Runtime:
         requested = [number for number, request in enumerate(requests) if request.first < len(request.tokens)]
         if not requested:
             return scores
-        order, logits, packing = self._logits([requests[number] for number in requested])
-        each = nn.functional.log_softmax(logits.float(), -1).gather(1, packing.targets[:, None])[:, 0]
-        values, begin = each.tolist(), 0
+        order, outputs, packing = self._predicting([requests[number] for number in requested])
+        values: list[float] = []
+        begin = 0
+        for logits in self._logits(outputs):
+            targets = packing.targets[len(values) : len(values) + len(logits), None]
+            values += nn.functional.log_softmax(logits.float(), -1).gather(1, targets)[:, 0].tolist()
         for number in (requested[index] for index in order):
             end = begin + len(requests[number].tokens) - requests[number].first
             scores[number] = values[begin:end]
@@ -151,15 +154,23 @@ class Runtime:
         for request in longer:
             if request.first < 1:
                 raise DataError("the prompt is empty, and the model has no token to start from")
-        order, logits, _ = self._logits(longer)
+        order, outputs, _ = self._predicting(longer)
+        most_probable = [token for logits in self._logits(outputs) for token in logits.argmax(-1).tolist()]
         tokens = [0] * len(requests)
-        for index, token in zip(order, logits.argmax(-1).tolist(), strict=True):
+        for index, token in zip(order, most_probable, strict=True):
             tokens[index] = token
         return tokens
 
     @torch.no_grad()
-    def _logits(self, requests: Sequence[Request]) -> tuple[list[int], Tensor, Packing]:
-        """Return the order of requests in the packed row, and the logits before each token to score."""
+    def _logits(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Yield logits of the last block's outputs, of as many tokens at a time as their memory allows."""
+        num_rows = max(1, _MAX_LOGITS // self._batched.embedding.num_embeddings)
+        for rows in outputs.split(num_rows, dim=1):
+            yield self._batched.logits(rows)[0]
+
+    @torch.no_grad()
+    def _predicting(self, requests: Sequence[Request]) -> tuple[list[int], Tensor, Packing]:
+        """Return the order of requests in the packed row, and the last block's outputs before each token to score."""
         by_adapter: dict[str | None, list[int]] = {}
         for number, request in enumerate(requests):
             by_adapter.setdefault(request.adapter, []).append(number)
@@ -180,8 +191,8 @@ class Runtime:
                 break
             hidden = self._batched.run_batched(segment, {}, cache, hidden, paths, 1)
         assert hidden is not None
-        logits = self._batched.logits(self._batched.predicting(hidden, row))[0]
-        return [number for part in by_adapter.values() for number in part], logits, row
+        outputs = self._batched.predicting(hidden, row)
+        return [number for part in by_adapter.values() for number in part], outputs, row
 
     def _check(self, request: Request) -> None:
         if request.adapter is not None and request.adapter not in self._adapters:
@@ -213,6 +224,10 @@ def _batch(requests: Sequence[Request]) -> dict[str, Tensor]:
 
 _MAX_TOKENS = 16_384
 """Tokens of one forward: requests behind them wait for the next."""
+_MAX_PADDED = 2**20
+"""Tokens of one forward where each request is as long as the longest: they are laid out so before they are packed."""
+_MAX_LOGITS = 2**26
+"""Logits at a time; in float32 with their softmax half a GiB."""
 
 OutputType = Literal["scores", "next tokens"]
 
@@ -316,11 +331,13 @@ class Batcher:
 def in_parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
     """Yield requests in parts that fit the memory of one forward."""
     part: list[Request] = []
-    num_tokens = 0
+    num_tokens = longest = 0
     for request in requests:
         num_tokens += len(request.tokens)
-        if part and num_tokens > _MAX_TOKENS:
+        longest = max(longest, len(request.tokens))
+        if part and (num_tokens > _MAX_TOKENS or longest * (len(part) + 1) > _MAX_PADDED):
             yield part
             part, num_tokens = [], len(request.tokens)
+            longest = num_tokens
         part.append(request)
     yield part

@@ -30,7 +30,7 @@ from executors.runs.adapters import attach
 from executors.serving.client import RemoteServer
 from executors.serving.peft import Adapter, linear_shapes, read_adapter
 from executors.serving.runner import Request
-from executors.serving.runtime import Runtime
+from executors.serving.runtime import Runtime, in_parts
 from executors.serving.server import ScoringServer
 from executors.serving.tuning import Tuning, TuningSettings
 from executors.serving.versions import Versions
@@ -138,6 +138,32 @@ def test_scores_are_the_models_own(served, reference):
         assert scores == pytest.approx(
             expected(reference, request.tokens)[request.first - 1 :], abs=TOLERANCE
         )
+
+
+def test_memory_of_logits_and_of_padding_is_bounded(monkeypatch):
+    runtime = Runtime(base())
+    requests = [Request((3, 5, 8, 13, 21)), Request((2, 4), 1), Request(tuple(range(2, 30)), 7)]
+    scores, tokens = runtime.score(requests), runtime.next_tokens(requests)
+    sizes = []
+    whole = Runtime._logits
+
+    def counted(self, outputs):
+        for logits in whole(self, outputs):
+            sizes.append(logits.numel())
+            yield logits
+
+    monkeypatch.setattr(Runtime, "_logits", counted)
+    monkeypatch.setattr(
+        "executors.serving.runtime._MAX_LOGITS", 2 * runtime._batched.embedding.num_embeddings
+    )
+    for found, wanted in zip(runtime.score(requests), scores, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    assert runtime.next_tokens(requests) == tokens
+    assert max(sizes) == 2 * runtime._batched.embedding.num_embeddings
+    # A long request beside thousands of short ones, each of which is padded to its length.
+    parts = list(in_parts([Request((1,) * 2000), *[Request((1, 2))] * 5000]))
+    assert max(len(part) * max(len(one.tokens) for one in part) for part in parts) <= 2**20
+    assert sum(map(len, parts)) == 5001
 
 
 def test_every_request_is_scored_beside_its_own_adapter(served, reference, tmp_path):
