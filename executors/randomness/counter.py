@@ -172,10 +172,11 @@ class CounterSampler:
         parameters: Sequence[int],
         key: CounterKey,
         sampler: DistributionSampler,
+        factor: float | None = None,
     ) -> None:
         """Fill flat `views` with the whole perturbations of `parameters`."""
         wanted = [(view, parameter, 0) for view, parameter in zip(views, parameters, strict=True)]
-        self._fill_all(wanted, key, sampler, None)
+        self._fill_all(wanted, key, sampler, factor)
 
     def fill_rows(
         self, out: Tensor, rows: Tensor, parameter: int, key: CounterKey, sampler: DistributionSampler
