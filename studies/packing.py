@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +40,7 @@ It runs on a laptop without a GPU.
 _INSTRUCTOR = """
 For the instructor
 
-solution.py has a right solution, `right`, and usual mistakes, WRONG, each with a part of the hint that it gets.
+solution.py has a right solution, `right`, which gets all points, and usual mistakes, WRONG, each with a part of the hint that it gets.
 To grade a class, put the submissions in a folder, {submissions}:
 
     zosim study check {name} submissions --json > grades.json
@@ -49,7 +49,8 @@ Each runs in a process of its own, one after the other, with limits of time and 
 This is no prison: grade code of people whom you do not trust in a container.
 """
 _OTTER_README = """
-With otter-grader: `otter check solution.py -t tests` beside a student's answers.json, or `otter generate -t tests` for an autograder.
+With otter-grader: `otter check solution.py -t tests` beside a student's answers.json, or `otter generate -t tests` for an autograder,
+which takes a zip of answers.json and solution.py: `otter run -a autograder.zip ada.zip`. It does not know who hands in whose numbers.
 """
 # Half of the points are for a part that is half right, as otter knows cases that hold and cases that do not.
 _OTTER_TEST = '''"""A part of the unit {unit}, for otter-grader."""
@@ -102,6 +103,7 @@ def pack(
         page = (_ROOT / study / "page.md").read_text(encoding="utf-8")
         files = {"README.txt": _STUDENT.format(name=study, rules=_RULES), "page.md": page, "stub.py": stub}
     else:
+        from studies.coursework.grading import answers_text
         from studies.coursework.notebook import notebook
 
         readme = _UNIT_STUDENT.format(
@@ -122,8 +124,13 @@ def pack(
             )
         submissions = "a folder for each student" if unit else "a file for each student"
         files["README.txt"] += _INSTRUCTOR.format(name=study, submissions=submissions)
-        files["solution.py"] = solution.read_text(encoding="utf-8")
-        keys = {f"answers of {name}.json": _key(unit, name) for name in students} if unit else {}
+        function = import_module(f"studies.{f'coursework.{study}' if unit else study}.exercise").FUNCTION
+        files["solution.py"] = f"{solution.read_text(encoding='utf-8')}\n\n{function} = right\n"
+        keys = (
+            {f"answers/{name}/answers.json": answers_text(unit, name, solved=True) for name in students}
+            if unit
+            else {}
+        )
         if unit:
             files["README.txt"] += _OTTER_README
         tests = dict(_otter_tests(unit)) if unit else {}
@@ -147,7 +154,7 @@ def _otter_tests(unit: Unit) -> Iterator[tuple[str, str]]:
 
 
 def _own_files(unit: Unit, student: str) -> dict[str, str]:
-    from studies.coursework.grading import blank_answers
+    from studies.coursework.grading import answers_text
     from studies.coursework.pencil import TOLERANCE, questions_of
 
     lines = [
@@ -158,13 +165,7 @@ def _own_files(unit: Unit, student: str) -> dict[str, str]:
     heading = (
         f"# {unit.question.capitalize()}\n\nNumbers of {student}. Answers may be off by {TOLERANCE:.0%}."
     )
-    return {"questions.md": f"{heading}\n\n{questions}\n", "answers.json": blank_answers(unit, student)}
-
-
-def _key(unit: Unit, student: str) -> str:
-    from studies.coursework.pencil import questions_of
-
-    return json.dumps({each.key: each.answer for each in questions_of(unit, student)}, indent=2) + "\n"
+    return {"questions.md": f"{heading}\n\n{questions}\n", "answers.json": answers_text(unit, student)}
 
 
 def _write(path: Path, top: str, files: dict[str, str]) -> Path:

@@ -28,8 +28,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import traceback
 import warnings
 from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
 
 
 class ZosimError(Exception):
@@ -50,6 +55,13 @@ class ZosimError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n\nhint: {self.hint}"
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows: where its cell is, and the message, without the frames of packages."""
+        frames = traceback.extract_tb(self.__traceback__)
+        before = takewhile(lambda frame: not Path(frame.filename).is_relative_to(_ROOT), frames)
+        own = [frame for frame in before if "site-packages" not in frame.filename]
+        return [*"".join(traceback.format_list(own)).splitlines(), f"{type(self).__name__}: {self}"]
 
 
 class TopologyError(ZosimError):

@@ -9,7 +9,9 @@ import json as jsonlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -19,7 +21,7 @@ from rich.text import Text
 from topology.printable import printable
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 
 class PlainConsole(Console):
@@ -78,3 +80,39 @@ def progress() -> Progress:
         # A notebook keeps every picture of a bar.
         refresh_per_second=10 if sys.stderr.isatty() else 1,
     )
+
+
+class LateBar:
+    """A bar for what seldom takes long, begun after its first second; used as a context manager.
+
+    It is drawn where somebody looks: on a terminal or in a notebook, and not by workers of a pool.
+    """
+
+    def __init__(self, task: str) -> None:
+        self._name, self._begin_s = task, monotonic()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._num_done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self) -> None:
+        """Count one thing more as done."""
+        self._num_done += 1
+        if self._bar is None and monotonic() - self._begin_s > 1 and stderr.is_terminal:
+            from multiprocessing import parent_process
+
+            from rich.errors import LiveError
+
+            if parent_process() is None:
+                self._bar = progress()
+                self._task = self._bar.add_task(self._name, total=None)
+                with suppress(LiveError):  # within another bar, where rich is older than 14.1
+                    self._bar.start()
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._num_done)

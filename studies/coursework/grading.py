@@ -33,10 +33,10 @@ class Result:
         return self.score == self.max_score
 
 
-def blank_answers(unit: Unit, student: str) -> str:
-    """Return the text of an ``answers.json`` to fill in."""
-    blank = {question.key: None for question in questions_of(unit, student)}
-    return json.dumps({"unit": unit.name, "student": student, "answers": blank}, indent=2) + "\n"
+def answers_text(unit: Unit, student: str, *, solved: bool = False) -> str:
+    """Return the text of an ``answers.json`` to fill in, or with the right answers."""
+    answers = {each.key: each.answer if solved else None for each in questions_of(unit, student)}
+    return json.dumps({"unit": unit.name, "student": student, "answers": answers}, indent=2) + "\n"
 
 
 def check(unit: Unit, files: Iterable[Path], student: str | None = None) -> Result:

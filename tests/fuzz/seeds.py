@@ -301,8 +301,8 @@ def densities() -> bytes:
 def answers_of_a_unit() -> dict[str, bytes]:
     """What a student hands in of the unit `memory`, before anything is filled in."""
     from studies.coursework import UNITS
-    from studies.coursework.grading import blank_answers
+    from studies.coursework.grading import answers_text
 
     unit = next(each for each in UNITS if each.name == "memory")
     stub = TESTS.parent / "studies" / unit.stub / "stub.py"
-    return {"answers.json": blank_answers(unit, "ada").encode(), "solution.py": stub.read_bytes()}
+    return {"answers.json": answers_text(unit, "ada").encode(), "solution.py": stub.read_bytes()}

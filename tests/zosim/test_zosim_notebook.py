@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -14,6 +16,7 @@ import zosim
 from executors.report import RunSummary
 from studies.coursework.notebook import notebook, text
 from topology.errors import ZosimError
+from zosim import console
 from zosim.analysis.compare import compare
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorials" / "first-notebook.py"
@@ -85,6 +88,27 @@ def test_a_frame_without_pandas_is_refused_with_a_hint(decision, monkeypatch):
     with pytest.raises(ZosimError, match="needs pandas") as refused:
         decision.to_pandas()
     assert "-m pip install pandas" in refused.value.hint
+
+
+def test_a_users_mistake_is_a_few_lines_in_a_notebook():
+    with pytest.raises(ZosimError) as refused:
+        exec(compile("zosim.plan('opt-14b', 'rtx4090-2x')", "cell", "exec"))
+    error = refused.value
+    assert error.__traceback__ is not None
+    # A kernel's traceback begins in the cell.
+    *where, message = error.with_traceback(error.__traceback__.tb_next)._render_traceback_()
+    assert where == ['  File "cell", line 1, in <module>']
+    assert message == f"ModelError: {error}"
+
+
+def test_planning_that_takes_long_shows_how_far_it_is(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(console, "stderr", console.PlainConsole(file=written, force_terminal=True))
+    monkeypatch.setattr(
+        console, "monotonic", itertools.count(0, 2).__next__
+    )  # each look at the clock is later
+    zosim.plan("opt-125m", "rtx4090-2x", batch=4, seq=64, dtype="float16", device="gpu0")
+    assert "planning" in written.getvalue()
 
 
 def test_the_tutorials_page_and_notebook_are_made_of_its_script():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zosim.analysis.compare import slowest_rank
 from zosim.analysis.critical_path import Bottleneck, bottlenecks, step_path
 from zosim.analysis.levers import Lever, levers
+from zosim.console import LateBar
 from zosim.planning.explain import ALIKE
 from zosim.planning.predict import PlannedRun
 
@@ -51,7 +52,12 @@ def derivatives(planned: PlannedRun, *, each: bool = False) -> tuple[Derivative,
     """
     topology, devices = planned.topology, planned.plan.placement.devices
     figures = levers(topology, devices, to_derive=True, each=each)
-    listed = [_derivative(planned, lever) for lever in figures if lever.value]
+    listed = []
+    with LateBar("deriving by figures") as bar:
+        for lever in figures:
+            if lever.value:
+                listed.append(_derivative(planned, lever))
+                bar.advance()
     return tuple(sorted(listed, key=lambda item: -abs(item.elasticity)))
 
 

@@ -9,7 +9,7 @@ came second, and what does not fit, with the memory that it lacks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from costmodel.models.model_spec import block_segment
 from topology.errors import DoesNotFit, PlanError
 from topology.units import format_bytes, format_seconds
+from zosim.console import LateBar
 from zosim.lowering import lower_all
 from zosim.planning.block_bound import BlockBounder, with_few_blocks
 from zosim.planning.bounds import Bound, Bounds
@@ -275,7 +276,8 @@ def choose(request: Request, bounder: BlockBounder | None = None) -> Decision:
         If the request contradicts itself.
     """
     search = _Search(request, bounder)
-    search.run()
+    with LateBar("planning") as bar:
+        search.run(watch=bar.advance)
     if not search.simulated:
         raise _nothing_fits(request, search.rejected)
     best, others = search.ranked()
@@ -384,12 +386,16 @@ class _Search:
         """Candidates that fit and were not simulated."""
         return [node.candidate for node in self._heap if node.candidate is not None]
 
-    def run(self, num_simulated: int = _MOST_SIMULATED) -> None:
-        """Look at plans until no bound is left that could change the answer, or so many were simulated."""
+    def run(self, num_simulated: int = _MOST_SIMULATED, watch: Callable[[], object] = lambda: None) -> None:
+        """Look at plans until no bound is left that could change the answer, or so many were simulated.
+
+        - `watch`: called for each plan looked at.
+        """
         while self._heap and self._heap[0].bound_s < self._enough_s():
             if self._heap[0].candidate is not None and len(self.simulated) >= num_simulated:
                 break
             node = heappop(self._heap)
+            watch()
             if node.candidate is not None and not self.simulated:
                 self._simulate_plainest(node.candidate)
             elif node.candidate is not None:

@@ -49,7 +49,7 @@ class Contention:
     share: float  # part of a step's time for which it would be busy if it served them one after the other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """A predicted step.
 
@@ -90,6 +90,10 @@ class Prediction:
     profile_origin: str
     pinning: Pinning | None = None
     disturbed_share: float = 0.0
+
+    def __repr__(self) -> str:
+        size = format_bytes(self.footprints.largest.device_bytes)
+        return f"Prediction({self.interval}, {size} on the fullest device)"
 
     @property
     def interval(self) -> str:

@@ -33,10 +33,11 @@ from zosim.applications.buying.sensitivity import (
     memory_thresholds,
 )
 from zosim.config import PlanConfig, filled, merge
+from zosim.console import LateBar
 from zosim.options import config_of, takes_earlier_names
 from zosim.planning.explain import about_host_memory
 from zosim.planning.split_options import model_spec, split_options_of
-from zosim.report import Bullets, Element, Report, Reportable, Table
+from zosim.report import Bullets, Element, Report, Reportable, Table, frame
 
 JOB_OPTIONS = ("batch", "seq", "dtype", "method", "allow_lossy")
 """Options of a plan that a job has."""
@@ -132,6 +133,10 @@ class Answer(Reportable):
             least, most = MORE_STEPS
             steps += f", there {plain(least * hours)} to {plain(most * hours)} hours and {plain(least * spent)} to {plain(most * spent)} {currency}"
         return [*sentences, steps]
+
+    def to_pandas(self) -> Any:
+        """Return the offers as a pandas frame, best first."""
+        return frame(self.to_data()["offers"])
 
     def to_data(self) -> dict[str, Any]:
         """Return the same in the terms of JSON."""
@@ -284,8 +289,10 @@ def buy(
         job=job, prices=table, limits=BuyerLimits(total, _hours(deadline), monthly), by=by, pay=pay
     )
     by_name = dict(machines_named(list(table.machines) if machines is None else _names(machines)))
-    search = OfferSearch(market, by_name.items(), _counts(count), max(offers, simulate, explain))
-    search.run(simulate)
+    with LateBar("planning machines") as bar:
+        num_listed = max(offers, simulate, explain)
+        search = OfferSearch(market, by_name.items(), _counts(count), num_listed, bar.advance)
+        search.run(simulate)
     listed = search.listed
     # Of a machine that is offered twice, for rent and to own, the first stands for both.
     once = {id(offer.machine): offer for offer in reversed(listed)}

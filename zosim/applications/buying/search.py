@@ -21,7 +21,6 @@ from topology.units import format_bytes
 from zosim.applications.buying.machine import Job, PricedMachine, simulated
 from zosim.applications.buying.offers import Cause, MachineOption, Market, Need, Offer, Refusal
 from zosim.config import PlanConfig, merge
-from zosim.console import progress
 from zosim.planning.planner import candidates
 
 Key = Callable[[Offer], Any]
@@ -35,6 +34,7 @@ class OfferSearch:
 
     - `counts`: devices to use at most; larger numbers than a machine has mean all of it.
     - `num_listed`: offers that are to be found.
+    - `watch`: called for each machine that was planned.
 
     Raises PriceError if a machine has no price.
 
@@ -49,14 +49,19 @@ class OfferSearch:
     """
 
     def __init__(
-        self, market: Market, machines: Iterable[tuple[str, Topology]], counts: Sequence[int], num_listed: int
+        self,
+        market: Market,
+        machines: Iterable[tuple[str, Topology]],
+        counts: Sequence[int],
+        num_listed: int,
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
         self.market = market
         self.num_listed = num_listed
         self.planned: list[Offer] = []
         self.refused: list[Refusal] = []
         self.waiting: dict[int, tuple[MachineOption, list[Offer]]] = {}
-        self._bar = progress()
+        self._watch = watch
         options = list(market.options(machines, counts))
         for number, option in enumerate(options):
             # Few are planned at once: a plan says more of why it does not fit.
@@ -109,19 +114,18 @@ class OfferSearch:
 
     def run(self, num_simulated: int) -> None:
         """Find the first offers, simulate some of them, and find the one of least money and the one of least time."""
-        with self._bar:
-            while True:
-                listed = self.first(self.market.key, self.num_listed)
-                unknown = [o.machine for o in listed[:num_simulated] if o.machine.prediction is None]
-                if not unknown:
-                    break
-                self._replace(unknown[0], simulated(self.market.job, unknown[0]))
-            for key in (_SPENT, _HOURS):
-                self.first(key, 1)
-            shown = {id(offer.machine): offer.machine for offer in (*self.listed, *self.extremes)}
-            for machine in shown.values():
-                if machine.prediction is None:
-                    self._replace(machine, self.market.with_interval(machine))
+        while True:
+            listed = self.first(self.market.key, self.num_listed)
+            unknown = [o.machine for o in listed[:num_simulated] if o.machine.prediction is None]
+            if not unknown:
+                break
+            self._replace(unknown[0], simulated(self.market.job, unknown[0]))
+        for key in (_SPENT, _HOURS):
+            self.first(key, 1)
+        shown = {id(offer.machine): offer.machine for offer in (*self.listed, *self.extremes)}
+        for machine in shown.values():
+            if machine.prediction is None:
+                self._replace(machine, self.market.with_interval(machine))
 
     def first(self, key: Key, num: int) -> list[Offer]:
         """Return the first offers within the limits by a key, having planned every machine that might be among them."""
@@ -143,6 +147,7 @@ class OfferSearch:
         self.waiting = {number: item for number, item in self.waiting.items() if item[0] is not option}
         self.refused = [item for item in self.refused if item.option is not option]
         result = self.market.planned(option)
+        self._watch()
         if isinstance(result, Refusal):
             self.refused.append(result)
             return

@@ -31,7 +31,7 @@ from zosim.planning.split_options import SplitModel, SplitOptions
 from zosim.planning.views import prediction_data, side_by_side
 from zosim.plans import Plan
 from zosim.plans.setting import fields_of
-from zosim.report import Bullets, Report, Reportable, Table
+from zosim.report import Bullets, Report, Reportable, Table, frame
 
 Scope = Literal["type", "each", "none"]
 """Figures to derive by: of all links and devices of one type together, of each of them, or none."""
@@ -130,6 +130,10 @@ class WhatIf(Reportable):
         ]
         columns = ("figure", "now", "step with 1 % more", "derivative", "device memory", "host memory")
         return Table(columns, rows, title="what the step depends on", numeric=columns[2:])
+
+    def to_pandas(self) -> Any:
+        """Return as a pandas frame how the step and the memory depend on each figure."""
+        return frame(self.to_data()["derivatives"])
 
     def to_data(self) -> dict[str, Any]:
         """Return the same in the terms of JSON."""
