@@ -59,10 +59,10 @@ def _of_model(setting: Setting, model: nn.Module, dtype: str) -> Iterator[tuple[
     first, *_ = expected = literal_numbers(setting, model, _NUM_STEPS)
     names = ["resident", "offloaded"] if setting.is_rehearsal else list(SAME_BITS)
     for name in names:
-        measured = _steps(setting, model, dict(SAME_BITS[name]), setting.device)
+        _, measured = steps_of(setting, model, SAME_BITS[name], _NUM_STEPS)
         yield f"{name}: bits of the literal loop", measured == expected, f"first g {measured[0]:.6e}"
     counted = {"perturbations": {"rng": "counter"}}
-    there = [_steps(setting, model, axes, setting.device) for axes in (counted, {**_OFFLOADED, **counted})]
+    there = [steps_of(setting, model, axes, _NUM_STEPS)[1] for axes in (counted, {**_OFFLOADED, **counted})]
     yield "counter draws: resident and offloaded alike", there[0] == there[1], f"first g {there[0][0]:.6e}"
     if dtype == "float32":
         losses = [_loss(model, device) for device in (setting.device, "cpu")]
@@ -88,17 +88,22 @@ def literal_numbers(setting: Setting, model: nn.Module, num_steps: int) -> list[
     return [*numbers, sum_of_bits(tuned)]
 
 
-def _steps(setting: Setting, model: nn.Module, axes: dict[str, Any], device: str) -> list[float]:
-    """Return projected gradients of a session, and a sum over the bits that it leaves."""
+def steps_of(
+    setting: Setting, model: nn.Module, axes: Mapping[str, Any], num_steps: int, *, graphs: bool = False
+) -> tuple[list[float], list[float]]:
+    """Return losses of a session, and its projected gradients with a sum over the bits that it leaves, unless it is quantized."""
     tuned, batch = copy.deepcopy(model), padded_batch()
     placement = Placement(topology=setting.topology.name, devices=(setting.node,))
     axes = {"estimator": {"epsilon": _EPSILON}, **axes}
     plan = plan_of_model(tuned, batch=3, seq=16, placement=placement, **axes)
-    with Session(plan, tuned, learning_rate=_RATE, device=device) as session:
-        records = [session.step(batch, seeds=(step,)) for step in range(_NUM_STEPS)]
-        with session.unsharded_model() as whole:
-            bits = sum_of_bits(whole)
-    return [*(record.projected_gradients[0] for record in records), bits]
+    with Session(plan, tuned, learning_rate=_RATE, device=setting.device, graphs=graphs) as session:
+        records = [session.step(batch, seeds=(step,)) for step in range(num_steps)]
+        bits = []
+        if not plan.low_bits.quantizes_weights:
+            with session.unsharded_model() as whole:
+                bits = [sum_of_bits(whole)]
+    losses = [record.losses_plus[0] for record in records]
+    return losses, [*(record.projected_gradients[0] for record in records), *bits]
 
 
 def sum_of_bits(model: nn.Module) -> float:

@@ -6,7 +6,6 @@ rounding. They are few and small so that all are known to work or not before the
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,14 +16,11 @@ from torch import nn
 
 from costmodel.models.configs import LoRA, Prefix
 from executors.models.random_models import random_model
-from executors.models.spec import plan_of_model
 from executors.runs.adapters import attach
-from executors.runs.session import Session
-from studies.first_hour.parity import SAME_BITS, literal_numbers, padded_batch, sum_of_bits
+from studies.first_hour.parity import SAME_BITS, literal_numbers, steps_of
 from studies.first_hour.setting import Content, Setting
-from zosim.plans import Placement
 
-_RATE, _EPSILON, _NUM_STEPS = 1e-3, 1e-3, 4
+_NUM_STEPS = 4
 _GRAPHS_BLOCKS = 20
 """From about fourteen on, streams that torch makes for each capture would come round to those that copy and draw."""
 
@@ -117,12 +113,12 @@ def tiny_model(num_blocks: int = 3) -> nn.Module:
 def _as_literal(setting: Setting, axes: Mapping[str, Any]) -> tuple[bool, str]:
     model = tiny_model()
     expected = literal_numbers(setting, model, _NUM_STEPS)
-    _, found = _steps(setting, model, axes)
+    _, found = steps_of(setting, model, axes, _NUM_STEPS)
     return found == expected, f"bits of four steps; first g {found[0]:.6e}, the loop's {expected[0]:.6e}"
 
 
 def _runs(setting: Setting, axes: Mapping[str, Any]) -> tuple[bool, str]:
-    losses, _ = _steps(setting, tiny_model(), axes)
+    losses, _ = steps_of(setting, tiny_model(), axes, _NUM_STEPS)
     return all(loss == loss and loss > 0 for loss in losses), f"losses {losses[0]:.6f} to {losses[-1]:.6f}"  # noqa: PLR0124 - NaN
 
 
@@ -141,30 +137,9 @@ def _as_other(
     if tuned is not None:
         for model in models:
             attach(model, tuned)
-    losses, numbers = _steps(setting, models[0], axes, graphs=graphs)
-    expected_losses, expected = _steps(setting, models[1], other or {})
+    losses, numbers = steps_of(setting, models[0], axes, _NUM_STEPS, graphs=graphs)
+    expected_losses, expected = steps_of(setting, models[1], other or {}, _NUM_STEPS)
     error = max(abs(loss / wanted - 1) for loss, wanted in zip(losses, expected_losses, strict=True))
     if to_rounding == 0.0:
         return numbers == expected, f"bits of four steps; losses are {error:.1e} apart"
     return error <= to_rounding, f"losses are {error:.1e} of them apart"
-
-
-def _steps(
-    setting: Setting, model: nn.Module, axes: Mapping[str, Any], *, graphs: bool = False
-) -> tuple[list[float], list[float]]:
-    """Return losses of four steps, and their projected gradients with a sum over the bits that they leave."""
-    tuned, batch = copy.deepcopy(model), padded_batch()
-    placement = Placement(topology=setting.topology.name, devices=(setting.node,))
-    axes = {"estimator": {"epsilon": _EPSILON}, **axes}
-    plan = plan_of_model(tuned, batch=3, seq=16, placement=placement, **axes)
-    with Session(plan, tuned, learning_rate=_RATE, device=setting.device, graphs=graphs) as session:
-        records = [session.step(batch, seeds=(step,)) for step in range(_NUM_STEPS)]
-        session.flush()
-        bits = [] if plan.low_bits.quantizes_weights else [_bits(session)]
-    losses = [record.losses_plus[0] for record in records]
-    return losses, [*(record.projected_gradients[0] for record in records), *bits]
-
-
-def _bits(session: Session) -> float:
-    with session.unsharded_model() as whole:
-        return sum_of_bits(whole)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from executors.models.spec import spec_of_model
+from executors.models.spec import plan_of_model
 from executors.runs.session import Session
 from executors.turns import TurnTimes, Way, in_turns, turn_table
 from studies.speed.reference import literal_step, two_forwards
 from zosim.console import emit
-from zosim.plans import Estimator, Perturbations, Placement, Plan, Residency, Schedule, Weights
+from zosim.plans import Perturbations, Residency, Schedule
 from zosim.report import Report
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -160,15 +160,8 @@ def _contenders(model: nn.Module, data: Batch, dtype: str, *, checksums: bool) -
 def session_of(model: nn.Module, data: Batch, dtype: str, *, checksums: bool, **axes: Any) -> Session:
     """Return a session of a plan with these axes."""
     batch, seq = data["input_ids"].shape
-    plan = Plan(
-        model=spec_of_model(model),
-        placement=Placement(topology="host", devices=("cpu0",)),
-        batch=batch,
-        seq=seq,
-        estimator=Estimator(epsilon=_EPSILON),
-        weights=Weights.model_validate({"dtype": dtype}),
-        **axes,
-    )
+    axes = {"estimator": {"epsilon": _EPSILON}, "weights": {"dtype": dtype}} | axes
+    plan = plan_of_model(model, batch=batch, seq=seq, **axes)
     return Session(
         plan, model, learning_rate=_RATE, num_sampling_threads=torch.get_num_threads(), checksums=checksums
     )

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from executors.models.model import SegmentedModel
-from executors.models.spec import spec_of_model
+from executors.models.spec import plan_of_model
 from executors.runs.records import StepRecord
 from executors.runs.session import Session
-from zosim.plans import Estimator, Placement, Plan, Residency, Schedule
 
 EPSILON = 1e-3
 
@@ -60,15 +58,12 @@ def small_model() -> nn.Module:
 
 def session_of(model: nn.Module, *, offloaded: bool, seed: int = 0) -> Session:
     """Return a session on `model` with a learning rate that falls from step to step."""
-    plan = Plan(
-        model=spec_of_model(SegmentedModel(model), name="small"),
-        placement=Placement(topology="none", devices=("cpu0",)),
-        batch=2,
-        seq=16,
-        estimator=Estimator(epsilon=EPSILON),
-        residency=Residency(blocks="offloaded" if offloaded else "resident"),
-        schedule=Schedule(update="delayed" if offloaded else "immediate"),
-    )
+    axes = {
+        "estimator": {"epsilon": EPSILON},
+        "residency": {"blocks": "offloaded" if offloaded else "resident"},
+        "schedule": {"update": "delayed" if offloaded else "immediate"},
+    }
+    plan = plan_of_model(model, batch=2, seq=16, **axes)
     return Session(plan, model, learning_rate=lambda step: 1e-2 / (1 + step), seed=seed, num_timed_steps=0)
 
 

@@ -27,7 +27,7 @@ from costmodel.models.configs import LoRA
 from costmodel.models.model_spec import EMBED, HEAD
 from executors.models.batched import BatchedModel
 from executors.models.recording_blocks import StepCache
-from executors.models.spec import spec_of_model
+from executors.models.spec import plan_of_model
 from executors.runs.adapters import attach
 from executors.runs.session import Session
 from executors.turns import TurnTimes, Way, in_turns, turn_table
@@ -35,7 +35,7 @@ from studies.plots import picture
 from studies.zoinfer.reference import PlainLoop
 from topology.errors import RunError
 from zosim.console import emit
-from zosim.plans import Estimator, Perturbations, Placement, Plan, Weights
+from zosim.plans import Perturbations
 from zosim.report import Report
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -220,15 +220,12 @@ def _session(
     perturbations: Perturbations = _LOZO,
 ) -> Session:
     size, length = data["input_ids"].shape
-    plan = Plan(
-        model=spec_of_model(model),
-        placement=Placement(topology="host", devices=("gpu0" if device == "cuda" else "cpu0",)),
-        batch=size,
-        seq=length,
-        estimator=Estimator(epsilon=_EPSILON),
-        perturbations=perturbations,
-        weights=Weights.model_validate({"dtype": dtype, "perturbation": perturbation}),
-    )
+    axes: dict[str, Any] = {
+        "placement": {"topology": "host", "devices": ("gpu0" if device == "cuda" else "cpu0",)},
+        "estimator": {"epsilon": _EPSILON},
+        "weights": {"dtype": dtype, "perturbation": perturbation},
+    }
+    plan = plan_of_model(model, batch=size, seq=length, perturbations=perturbations, **axes)
     return Session(
         plan, model, learning_rate=rate, device=device, num_sampling_threads=torch.get_num_threads()
     )
