@@ -106,11 +106,11 @@ def _forwards(
     for rank in range(placement.world_size if len(pipelines) > 1 else 1):
         at, kind = mesh.coordinates(rank), topology.device_spec(placement.devices[rank]).id
         num_sequences = len(mesh.rows_of(at.data, batch))
-        num_points = len(share(num_eval_points, mesh.perturb, at.perturb))
-        if (kind, num_sequences, num_points) not in known:
-            known.add((kind, num_sequences, num_points))
+        num_forwards = len(share(num_eval_points, mesh.perturb, at.perturb))
+        if (kind, num_sequences, num_forwards) not in known:
+            known.add((kind, num_sequences, num_forwards))
             seconds = costs.seconds(_forwarding(pipelines[kind], num_sequences))
-            yield rank, num_points * float(seconds.forward.sum())
+            yield rank, num_forwards * float(seconds.forward.sum())
 
 
 def _on_each_kind(
