@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Column
 from rich.table import Table as RichTable
@@ -63,6 +63,7 @@ class Table:
 
     - `columns`: headings, with their units.
     - `rows`: cells, one for each column, shown as they are; a ``rich.text.Text`` brings its own style.
+    - `keeps_words`: whether no word is broken, and no number where there is space, so that names can be copied.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Table:
         *,
         title: str | None = None,
         numeric: Collection[str] = (),
+        keeps_words: bool = False,
     ) -> None:
         self.columns = tuple(columns)
         self.rows = [tuple(row) for row in rows]
         self.title = title
         self.numeric = frozenset(numeric)
+        self.keeps_words = keeps_words
 
     @classmethod
     def of(cls, rows: Iterable[Any], columns: dict[str, Callable[[Any], Any]], **more: Any) -> Table:
@@ -94,18 +97,44 @@ class Table:
             for row in self.rows
         ]
         texts = [[Text(column) for column in self.columns], *rows]
-        needed = sum(
-            max(Measurement.get(console, options, cell).minimum for cell in column)
+        sizes = [
+            [Measurement.get(console, options, cell) for cell in column]
             for column in zip(*texts, strict=True)
-        )
+        ]
+        space = options.max_width - 3 * len(self.columns)
+        words = [max(size.minimum for size in column) for column in sizes]
         # Of two columns one is made of names: records of them would say no more.
-        fits = len(self.columns) <= 2 or needed + 3 * len(self.columns) <= options.max_width
-        yield self._in_columns(rows) if fits else self._as_records(rows)
+        if len(self.columns) > 2 and sum(words) > space:
+            yield self._as_records(rows)
+            return
+        yield self._in_columns(
+            rows, self._widths(sizes, words, space) if self.keeps_words else [None] * len(words)
+        )
 
-    def _in_columns(self, rows: Sequence[Sequence[Text]]) -> RichTable:
+    def _widths(
+        self, sizes: Sequence[Sequence[Measurement]], words: Sequence[int], space: int
+    ) -> list[int | None]:
+        widths = [
+            max(word, *(size.maximum for size in column[1:])) if name in self.numeric and self.rows else word
+            for name, word, column in zip(self.columns, words, sizes, strict=True)
+        ]
+        # Numbers with their intervals stay whole where words do; columns that lack more share what is left alike.
+        widths = widths if sum(widths) <= space else list(words)
+        left = max(0, space - sum(widths))
+        lacking = [
+            max(size.maximum for size in column) - width for column, width in zip(sizes, widths, strict=True)
+        ]
+        for done, number in enumerate(sorted(range(len(widths)), key=lacking.__getitem__)):
+            more = min(lacking[number], left // (len(widths) - done))
+            widths[number] += more
+            left -= more
+        return [*widths]
+
+    def _in_columns(self, rows: Sequence[Sequence[Text]], widths: Sequence[int | None]) -> RichTable:
         shown = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in self.columns:
-            shown.add_column(column, justify="right" if column in self.numeric else "left", overflow="fold")
+        for column, width in zip(self.columns, widths, strict=True):
+            justify: JustifyMethod = "right" if column in self.numeric else "left"
+            shown.add_column(column, justify=justify, overflow="fold", width=width)
         for row in rows:
             shown.add_row(*row)
         return shown

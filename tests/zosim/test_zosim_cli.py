@@ -278,6 +278,17 @@ def test_what_is_piped_keeps_to_the_width_and_loses_nothing(columns, monkeypatch
     assert text.count("abullet") == 20
 
 
+def test_names_and_then_numbers_stay_whole_where_a_table_is_wide_enough(monkeypatch, capsys) -> None:
+    headings = ["machine", "pay", "hours", "within limits"]
+    row = ["Standard_ND96isr_H100_v5", "on-demand AWS us-east-1", "5.37 (4.38-6.9)", "perhaps"]
+    for columns, whole in ((75, (row[0], row[2])), (60, row[:1])):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console.emit([], json=False, text=Table(headings, [row], numeric=["hours"], keeps_words=True))
+        shown = capsys.readouterr().out
+        assert all(cell in shown for cell in whole)
+        assert all(word in shown.split() for cell in row for word in cell.split())
+
+
 def test_a_narrow_table_is_records_of_whole_words(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     headings = ["machine", "devices", "hours", "placement"]

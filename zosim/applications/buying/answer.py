@@ -23,7 +23,7 @@ from topology.figures import Basis
 from topology.units import QuantityError, format_seconds, parse_quantity
 from zosim.applications.buying.machine import Job, machines_named
 from zosim.applications.buying.offers import BuyerLimits, Market, Offer, RankBy, Refusal, plain
-from zosim.applications.buying.search import OfferSearch, shortfall
+from zosim.applications.buying.search import HOURS, SPENT, OfferSearch, shortfall
 from zosim.applications.buying.sensitivity import (
     Effect,
     MemoryThreshold,
@@ -119,8 +119,8 @@ class Answer(Reportable):
                 sentences.append(
                     f"with {plain(self.market.limits.monthly)} {currency} a month it ends {when}"
                 )
-        extremes = zip(("least money", "least time"), self.extremes, strict=False)
-        others = [(what, offer) for what, offer in extremes if offer not in within[:1]]
+        extremes = zip(("least money", "least time"), (SPENT, HOURS), self.extremes, strict=False)
+        others = [(what, offer) for what, key, offer in extremes if key(offer) < key(within[0])]
         sentences += [
             f"{what}: {_named(offer)}, {plain(offer.cost.hours.value)} hours, {_spent(offer, currency)}"
             for what, offer in others
@@ -418,7 +418,7 @@ def _offers_tables(market: Market, offers: Sequence[Offer], limiters: Sequence[s
     title = f"{job.num_steps:,} steps of {job.config.spec.name} in {formats}, {job.config.batch} x {job.config.seq} tokens, ranked by {market.by}"
     headings = ("", "machine", "pay", "step", "hours", money, *(("within limits",) if requested else ()))
     return [
-        Table(headings, costs, title=title, numeric=("step", "hours", money)),
+        Table(headings, costs, title=title, numeric=("step", "hours", money), keeps_words=True),
         Table(
             ("", "devices", "placement", "limited by", "kWh"),
             placements,
@@ -452,7 +452,7 @@ def _with_unit(interval: Range, unit: str) -> str:
 
 
 def _range(interval: Range) -> str:
-    return f"{plain(interval.value)} ({plain(interval.low)} - {plain(interval.high)})"
+    return f"{plain(interval.value)} ({plain(interval.low)}-{plain(interval.high)})"
 
 
 def _effects_table(offer: Offer, effects: Sequence[Effect]) -> Table:

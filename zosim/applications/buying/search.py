@@ -25,8 +25,8 @@ from zosim.planning.planner import candidates
 
 Key = Callable[[Offer], Any]
 """What offers are ordered by; it never falls when a step takes longer."""
-_SPENT: Key = attrgetter("cost.spent.value")
-_HOURS: Key = attrgetter("cost.hours.value")
+SPENT: Key = attrgetter("cost.spent.value")
+HOURS: Key = attrgetter("cost.hours.value")
 
 
 class OfferSearch:
@@ -88,7 +88,7 @@ class OfferSearch:
     @property
     def extremes(self) -> tuple[Offer, ...]:
         """The offer of least money and the one of least time, within the limits."""
-        return tuple(min(self.within, key=key) for key in (_SPENT, _HOURS)) if self.within else ()
+        return tuple(min(self.within, key=key) for key in (SPENT, HOURS)) if self.within else ()
 
     def about_others(self) -> tuple[str, ...]:
         """Return in words what became of the machines that were not planned."""
@@ -120,7 +120,7 @@ class OfferSearch:
             if not unknown:
                 break
             self._replace(unknown[0], simulated(self.market.job, unknown[0]))
-        for key in (_SPENT, _HOURS):
+        for key in (SPENT, HOURS):
             self.first(key, 1)
         shown = {id(offer.machine): offer.machine for offer in (*self.listed, *self.extremes)}
         for machine in shown.values():

@@ -204,7 +204,7 @@ class OrderChoice:
             money = "USD" if has_target else "USD/1k steps"
             columns[money] = lambda one: "" if one.usd is None else f"{one.usd.value:,.2f}"
         numeric = [name for name in columns if name not in ("recipe", "peak", "fits")]
-        return Table.of((self.zeroth, *self.recipes), columns, numeric=numeric)
+        return Table.of((self.zeroth, *self.recipes), columns, numeric=numeric, keeps_words=True)
 
     def _remarks(self) -> Iterator[str]:
         yield self.verdict
