@@ -121,9 +121,7 @@ def settings_from(
         data,
         config.learning_rate.complete(),
         program=program,
-        tuned=config.adapters.tuned,
-        lora=lora,
-        prefix=prefix,
+        tuned=tuned,
         evaluation=evaluation,
     )
     settings = _with_facts(settings)

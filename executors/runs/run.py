@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from costmodel.models.configs import Prefix
 from executors.datasets.batches import Batches
 from executors.datasets.objectives import objective_named
 from executors.files import write_atomically
@@ -294,7 +295,7 @@ class Run:
             BASE: self._base_facts(model),
             "run": settings.to_header(self.data.lines.sha256),
         }
-        if settings.prefix is not None:
+        if isinstance(settings.tuned, Prefix):
             session.on_rank_0(lambda: keep_beginning(model, self.out, storage), "writing the prefix")
         if self.writes:
             remove_partial(self.out)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, model_validator
 
 from costmodel.formats.stored_quantization import refuse_unwritable
-from costmodel.models.configs import LoRA, Prefix, Subset
-from costmodel.models.model_spec import TrainableSubset
+from costmodel.models.configs import LoRA, Prefix, Subset, Trainable
 from executors.ranks.launch import DEFAULT_TIMEOUT_S
 from executors.runs.learning_rate import LearningRate
 from topology.errors import DataError, PlanError, RunError
@@ -430,9 +429,7 @@ class RunSettings:
     data: DataSettings
     learning_rate: LearningRate
     program: Program | ProgramSet | None = None  # what to run in place of what the plan is lowered to
-    tuned: TrainableSubset = "all"
-    lora: LoRA | None = None
-    prefix: Prefix | None = None
+    tuned: Trainable = "all"
     evaluation: EvaluationSettings | None = None
 
     def __post_init__(self) -> None:
@@ -444,7 +441,6 @@ class RunSettings:
                 hint="leave --accumulate out, and use data=1 in the mesh",
             )
         self._refuse_other_objectives()
-        tuned_by(self.tuned, self.lora, self.prefix)
         if self.run.save_as != "numbers":
             self._refuse_unquantized()
         if self.run.weight_decay < 0:
@@ -481,7 +477,7 @@ class RunSettings:
 
     def _refuse_unquantized(self) -> None:
         quant_config = self.plan.storage.quant_config
-        if quant_config is None or self.lora is not None or self.prefix is not None:
+        if quant_config is None or not isinstance(self.tuned, str):
             what = (
                 "a plan without them has none"
                 if quant_config is None
@@ -516,7 +512,17 @@ class RunSettings:
     @property
     def adapters(self) -> LoRA | Prefix | Subset | None:
         """The adapters or the prefix, or the tuned part of the base; None where all of it is tuned."""
-        return self.lora or self.prefix or (None if self.tuned == "all" else self.tuned)
+        return None if self.tuned == "all" else self.tuned
+
+    @property
+    def _recorded_tuned(self) -> dict[str, Any]:
+        """What is tuned, by the names of a header."""
+        tuned = self.tuned
+        return {
+            "tuned": tuned if isinstance(tuned, str) else "all",
+            "lora": tuned.model_dump(mode="json") if isinstance(tuned, LoRA) else None,
+            "prefix": tuned.model_dump(mode="json") if isinstance(tuned, Prefix) else None,
+        }
 
     @property
     def stops_early(self) -> bool:
@@ -551,16 +557,17 @@ class RunSettings:
                 if field.name not in _BY_DIGEST and is_decisive(field, transfers_round=is_rounded)
             }
         same |= {
-            "tuned": self.tuned,
             "accumulate": accumulate,
             "data_sha256": data_sha256,
             "truncate": plan.seq if self.data.truncate else None,
             # Under a constant rate a run may be prolonged, where nothing is rounded at its end.
             "steps": None if rate.schedule == "constant" and not is_rounded else rate.num_steps,
-            "lora": None if self.lora is None else self.lora.model_dump(mode="json", exclude_defaults=True),
+            **self._recorded_tuned,
         }
-        if self.prefix is not None:
-            same["prefix"] = self.prefix.num_tokens
+        if isinstance(self.tuned, Prefix):
+            same["prefix"] = self.tuned.num_tokens
+        elif isinstance(self.tuned, LoRA):
+            same["lora"] = self.tuned.model_dump(mode="json", exclude_defaults=True)
         if plan.model.split_blocks and plan.perturbations.samples_by_halves:
             same["split_blocks"] = list(plan.model.split_blocks)  # their halves are drawn one after the other
         return same
@@ -569,15 +576,12 @@ class RunSettings:
     def of_header(cls, header: Mapping[str, Any]) -> RunSettings:
         """Return the settings that the header of a run by ``zosim run`` records, as far as numbers depend on them."""
         config, recorded = recorded_config(header), header["run"]
-        lora, prefix = adapters_of(AdapterSettings(), recorded)
         return cls(
             Plan.model_validate(header["plan"]),
             merge(config.run, RunOptions(accumulate=recorded.get("accumulate", 1))),
             config.data,
             config.learning_rate,
-            tuned=config.adapters.tuned,
-            lora=lora,
-            prefix=prefix,
+            tuned=tuned_by(config.adapters.tuned, *adapters_of(AdapterSettings(), recorded)),
             evaluation=config.evaluation if recorded.get("evaluation") else None,
         )
 
@@ -587,9 +591,7 @@ class RunSettings:
             "data_sha256": data_sha256,
             "data": self.data.model_dump(),
             "learning_rate": self.learning_rate.model_dump(),
-            "lora": None if self.lora is None else self.lora.model_dump(mode="json"),
-            "prefix": None if self.prefix is None else self.prefix.model_dump(mode="json"),
-            "tuned": self.tuned,
+            **self._recorded_tuned,
             "evaluation": None if self.evaluation is None else self.evaluation.model_dump(),
             "edited_program": self.program is not None,
             **{name: getattr(self.run, name) for name in recorded_options()},

@@ -12,7 +12,7 @@ import pytest
 from executors.runs.history import read_history
 from executors.runs.jsonlines import JsonLines, read_lines
 from executors.runs.records import DivergenceWatch
-from executors.runs.runlog import RunLog
+from executors.runs.runlog import RunLog, read_header, write_header
 from tests.support.command import loaded, saved_lines, zosim
 from tests.support.forked import Command
 from tests.support.recorded import OFFLOADED, RESIDENT, STEPS, options, same, truncate
@@ -43,6 +43,18 @@ def test_resumed_anywhere_it_ends_as_if_nothing_had_happened(inputs, whole, run,
         line.row["num_steps"] for line in read_lines(run / "metrics.jsonl") if line.row["split"] == "train"
     ]
     assert trained == list(range(1, STEPS + 1))
+
+
+def test_a_run_whose_header_has_its_settings_twice_goes_on(inputs, whole, run, capsys):
+    """As earlier versions wrote it, in names that a field had then."""
+    truncate(run, 7)
+    header = read_header(run)
+    header["run"]["identity"] = {"data_sha256": header["run"].pop("data_sha256"), "num_queries": 1}
+    write_header(run, header)
+    assert zosim(*options(inputs, run, "--resume", "--eps", 2e-3)) == 2
+    assert "epsilon=0.001, but this command says 0.002" in capsys.readouterr().err
+    assert zosim(*options(inputs, run, "--resume")) == 0
+    assert same(run, whole)
 
 
 @pytest.mark.crossed(slow=3)
