@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, Self, TypeVar, cast
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -90,6 +90,14 @@ class ClientLimits:
     grace_s: float = 10.0  # seconds that requests have to be answered once the server is to end
 
 
+_USUALLY_ONE = {"n", "best_of", "repetition_penalty"}
+_NOT_SERVED = {
+    "stream", "stop", "stop_token_ids", "suffix", "logit_bias", "presence_penalty", "frequency_penalty", "min_tokens",
+    "ignore_eos", "use_beam_search", "response_format", "guided_json", "guided_regex", "guided_choice",
+}  # fmt: skip
+"""Fields that change an answer elsewhere; others that are not known change nothing of a greedy text or a score."""
+
+
 class Completion(BaseModel):
     """Body of a request to ``/v1/completions``."""
 
@@ -102,6 +110,16 @@ class Completion(BaseModel):
     logprobs: int | None = Field(default=None, ge=0, le=0)
     temperature: float = Field(default=0.0, ge=0.0, le=0.0)
     priority: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_no_more(cls, body: object) -> object:
+        for name, value in body.items() if isinstance(body, dict) else ():
+            one = name in _USUALLY_ONE and type(value) is not bool and value == 1
+            if name in _NOT_SERVED | _USUALLY_ONE and value not in (None, 0, "", [], {}) and not one:
+                shown = json.dumps(value, ensure_ascii=False)
+                raise ValueError(f"{name}={shown:.60} is not served: leave {name} out")
+        return body
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -437,9 +455,21 @@ class _Application:
                 for index, (tokens, score) in enumerate(zip(requested.prompt, scores, strict=True))
             ]
         elif not requested.echo and requested.logprobs is None:
+            positions = self._runtime.max_positions
+            if (longest := max(map(len, requested.prompt))) > positions:
+                raise DataError(
+                    f"a prompt has {longest} tokens, more than the {positions} positions of the model"
+                )
             texts = await self._generate(requested.prompt, adapter, requested.priority, requested.max_tokens)
+            # A token that ends a text is left out of it.
+            most = [min(requested.max_tokens, positions - len(tokens)) for tokens in requested.prompt]
             choices = [
-                {"index": index, "text": "", "token_ids": text, "finish_reason": "stop"}
+                {
+                    "index": index,
+                    "text": "",
+                    "token_ids": text,
+                    "finish_reason": "length" if len(text) >= most[index] else "stop",
+                }
                 for index, text in enumerate(texts)
             ]
         else:

@@ -186,11 +186,37 @@ HOSTILE = {
     "nobody": (post(b'{"model": "\\u001b[31m", "prompt": [[5]]}'), 404),
     "text": (post(SCORING | {"prompt": "It was"}), 400),
     "token": (post(SCORING | {"prompt": [[5, 10**9]]}), 400),
+    "several": (post({"model": "base", "prompt": [[5]], "n": 5}), 400),
+    "stream": (post({"model": "base", "prompt": [[5]], "stream": True}), 400),
+    "stop": (post(SCORING | {"stop": ["."]}), 400),
+    "long": (post({"model": "base", "prompt": [[5] * 65]}), 400),
     "form": (post(b"a=b", Content_Type="application/x-www-form-urlencoded"), 415),
     "path": (post(b"{}", "/v1/" + "a" * 3000), 404),
     "method": (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
     "zero": (post(b'{"lora_name": "a", "lora_path": "\\u0000"}', "/v1/load_lora_adapter"), 400),
 }
+
+
+def test_a_text_says_what_ended_it(runtime, monkeypatch):
+    asked = {
+        "model": "base",
+        "prompt": [[5, 4], [7] * 31],
+        "max_tokens": 3,
+        "n": 1,
+        "stream": False,
+        "user": "me",
+    }
+    with serving(runtime) as server:
+        status, _, body = answered(server, post(asked))
+        assert status == 200, body
+        choices = json.loads(body)["choices"]
+        assert [(len(one["token_ids"]), one["finish_reason"]) for one in choices] == [
+            (3, "length"),
+            (1, "length"),
+        ]
+        monkeypatch.setattr(runtime, "stop_tokens", (choices[0]["token_ids"][1],))
+        [ended] = json.loads(answered(server, post(asked | {"prompt": [[5, 4]]}))[2])["choices"]
+        assert ended["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("name", HOSTILE)
