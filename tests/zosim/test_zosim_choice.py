@@ -36,6 +36,20 @@ def test_zeroth_order_is_the_wrong_choice_where_adapters_fit(choice: OrderChoice
     assert choice.zeroth.device_bytes < full.device_bytes
 
 
+def test_three_peaks_and_three_counters_of_the_recipe_are_shown(choice: OrderChoice) -> None:
+    best = choice.best
+    assert best is not None
+    assert set(best.peaks) == {"loss", "backward", "update"}
+    assert max(best.peaks, key=lambda name: best.peaks[name]) == best.peak
+    assert max(best.peaks.values()) <= best.reserved_bytes < best.device_bytes
+    shown = choice.view().to_markdown()
+    assert all(f"{name} " in shown for name in ("loss", "backward", "update"))
+    assert "reserved by it" in shown
+    zeroth, *recipes = choice.to_data()["options"]
+    assert not zeroth["allocated_bytes"]
+    assert all(max(one["allocated_bytes"].values()) <= one["reserved_bytes"] for one in recipes)
+
+
 def test_steps_to_a_target_decide_where_both_are_known(choice: OrderChoice) -> None:
     few = replace(choice, zeroth_order_steps=100, first_order_steps=1000)
     many = replace(choice, zeroth_order_steps=20_000, first_order_steps=625)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from costmodel.devices.prices import PriceTable, Range, job_costs, shipped_prices
 from costmodel.models.recipes import RECIPES, TrainingRecipe
-from costmodel.models.training import LIBRARY_BYTES, TrainingRun
+from costmodel.models.training import LIBRARY_BYTES, Peak, TrainingRun
 from topology.errors import ZosimError
 from topology.units import format_bytes, format_seconds
 from zosim.applications.first_order.recipes import adapter_shapes, step_seconds
@@ -49,6 +49,9 @@ class TuningOption:
     tokens_per_s: float
     num_steps: int | None = None  # steps to the target, where somebody says how many
     usd: Range | None = None  # price of these steps, or else of 1,000
+    # What torch's allocator hands out at each peak, and what it takes from the driver at most; of first order alone.
+    peaks: Mapping[Peak, float] = field(default_factory=dict)
+    reserved_bytes: float = 0.0
 
     @property
     def total_s(self) -> float | None:
@@ -91,6 +94,11 @@ class OrderChoice:
         """The fastest recipe that fits."""
         return min((one for one in self.recipes if one.fits), key=lambda one: one.step_s, default=None)
 
+    @property
+    def _least(self) -> TuningOption:
+        """The recipe that takes least of a device."""
+        return min(self.recipes, key=lambda one: one.device_bytes)
+
     def _of_recipe(self, recipe: TrainingRecipe) -> TuningOption:
         plan, topology = self.planned.plan, self.planned.topology
         devices = tuple(dict.fromkeys(plan.placement.devices))
@@ -120,7 +128,7 @@ class OrderChoice:
         there = sum(memory.memory_bytes for memory in topology.of_type("memory") if memory.host in hosts)
         fits = run.allocated_bytes <= usable and run.host_bytes <= there
         reserved = max(min(run.reserved_bytes, usable), run.allocated_bytes)
-        return self._option(
+        option = self._option(
             recipe.name,
             recipe.description,
             reserved + context + LIBRARY_BYTES * (spec.type == "gpu"),
@@ -130,6 +138,7 @@ class OrderChoice:
             step_seconds(run, topology, devices, profile),
             self.first_order_steps,
         )
+        return replace(option, peaks=run.peaks, reserved_bytes=reserved)
 
     def _option(
         self, name: str, description: str, device_bytes: float, host_bytes: float, peak: str, fits: bool,
@@ -155,7 +164,7 @@ class OrderChoice:
         """Whether zeroth order is the right choice, and why."""
         best = self.best
         if best is None:
-            least = min(self.recipes, key=lambda one: one.device_bytes)
+            least = self._least
             return (
                 f"Zeroth order is the choice on this hardware: no first-order recipe fits. The smallest, {least.name}, "
                 f"needs {format_bytes(least.device_bytes)} of a device."
@@ -209,6 +218,12 @@ class OrderChoice:
     def _remarks(self) -> Iterator[str]:
         yield self.verdict
         yield "device: memory of the fullest device, as the driver reports it; peak: the phase that sets it (loss, backward or update)"
+        shown = self.best or self._least
+        peaks = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown.peaks.items())
+        yield (
+            f"{shown.name}: {peaks} allocated by torch, {format_bytes(shown.reserved_bytes)} reserved by it, "
+            f"{format_bytes(shown.device_bytes)} as the driver reports it"
+        )
         yield f"first order assumes recomputed blocks, 16-bit weights, adapters of rank {_RANK} on all linear layers, and sharding over several devices"
 
     def to_data(self) -> dict[str, Any]:
@@ -219,6 +234,8 @@ class OrderChoice:
                 "device_bytes": round(one.device_bytes),
                 "host_bytes": round(one.host_bytes),
                 "peak": one.peak or None,
+                "allocated_bytes": {name: round(size) for name, size in one.peaks.items()},
+                "reserved_bytes": round(one.reserved_bytes),
                 "fits": one.fits,
                 "step_time_s": one.step_s,
                 "tokens_per_s": one.tokens_per_s,
