@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -404,7 +404,13 @@ class Machine:
             cores=cores,
         )
 
-    def activity(self, program: Program, instruction: Instruction, bound: Bound = "central") -> Activity:
+    def activity(
+        self,
+        program: Program,
+        instruction: Instruction,
+        bound: Bound = "central",
+        known: dict[Hashable, OperationCost] | None = None,
+    ) -> Activity:
         """Return an instruction's activity.
 
         Parameters
@@ -415,6 +421,8 @@ class Machine:
             Instruction of `program`.
         bound : {"central", "low", "high"}
             Which end of the profile's intervals.
+        known : dict, optional
+            Costs that machines of the same profiles, which must stay alive, were asked for; more are added.
 
         Raises
         ------
@@ -422,7 +430,10 @@ class Machine:
             If the profile has no rate for the work's formats.
         """
         direction = self.direction(program, instruction)
-        cost = estimate(instruction.work, self.profile, bound=bound, direction=direction)
+        known, key = {} if known is None else known, (id(self.profile), instruction.work, direction, bound)
+        if key not in known:
+            known[key] = estimate(instruction.work, self.profile, bound=bound, direction=direction)
+        cost = known[key]
         if cost.limiter == "copy":
             cost = replace(cost, limiter=self.wires.get(direction, "memory"))
         if instruction.work.disk_bytes:

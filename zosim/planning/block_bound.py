@@ -36,7 +36,7 @@ from math import ceil, inf
 from operator import mul
 from typing import NamedTuple
 
-from costmodel.estimate import estimate
+from costmodel.estimate import OperationCost, estimate
 from costmodel.models.model_spec import HEAD, ModelSpec, block_segment
 from costmodel.work import Work
 from topology.limits import whole_number
@@ -113,6 +113,7 @@ class BlockBounder:
         self._losses: dict[Hashable, Work] = {}
         self._loss_s: dict[Hashable, float] = {}
         self._activities: dict[Hashable, tuple[Machine, Program, Activity]] = {}
+        self._costs: dict[Hashable, OperationCost] = {}
         self._passes_s: dict[Hashable, dict[tuple[EvalPoint, ...], float]] = {}
         self._pipelines: dict[Hashable, tuple[list[StageStep], float]] = {}
         self._few_blocks: dict[int, ModelSpec] = {}
@@ -305,7 +306,8 @@ class BlockBounder:
             key = id(machine), instruction.id, id(program)
         if key not in self._activities:
             # With the machine and the program that the key names, which so stay alive.
-            self._activities[key] = machine, program, machine.activity(program, instruction)
+            activity = machine.activity(program, instruction, known=self._costs)
+            self._activities[key] = machine, program, activity
         return self._activities[key][-1]
 
     def _shortened(self, plan: Plan, rank: int) -> tuple[Plan, dict[str, range]]:

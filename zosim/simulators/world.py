@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
+from costmodel.estimate import OperationCost
 from costmodel.rates.profile import Bound
 from topology.errors import ProgramError
 from zosim.hardware.machine import Activity, Machine
@@ -156,12 +157,13 @@ class World:
         bound: Bound,
     ) -> World:
         templates: dict[object, Template] = {}
+        costs: dict[Hashable, OperationCost] = {}
         capacities: dict[str, float] = {}
         keys = [(role, machine.shape) for role, machine in zip(roles, machines, strict=True)]
         for key, machine in zip(keys, machines, strict=True):
             # Machines of one shape differ in the names of resources alone.
             if key not in templates:
-                templates[key] = _template(programs[key[0]], machine, bound)
+                templates[key] = _template(programs[key[0]], machine, bound, costs)
             for name, capacity in machine.capacities.items():
                 capacities[name] = max(capacity, capacities.get(name, 0.0))
         numbers = {key: number for number, key in enumerate(templates)}
@@ -276,7 +278,9 @@ def at_own_speeds(world: World) -> World | None:
     )
 
 
-def _template(program: Program, machine: Machine, bound: Bound) -> Template:
+def _template(
+    program: Program, machine: Machine, bound: Bound, costs: dict[Hashable, OperationCost]
+) -> Template:
     known: dict[object, Activity] = {}
     activities = {}
     for phase, item in program.instructions():
@@ -284,6 +288,6 @@ def _template(program: Program, machine: Machine, bound: Bound) -> Template:
         reached = item.op if isinstance(item.op, Collective | Send | Recv) else None
         key = item.work, machine.direction(program, item), reached
         if key not in known:
-            known[key] = machine.activity(program, item, bound)
+            known[key] = machine.activity(program, item, bound, costs)
         activities[phase, item.id] = known[key]
     return Template(program, activities, tuple(machine.capacities), machine.step_s(bound))
