@@ -17,6 +17,7 @@ from zosim.applications.buying.search import OfferSearch
 from zosim.config import merge
 from zosim.lowering import lower
 from zosim.planning.planner import Request, choose, placements
+from zosim.plans import Mesh
 from zosim.program.instructions import Stream
 
 GIB = 1 << 30
@@ -35,6 +36,29 @@ def quantized(plans):
 def test_qvalues_are_looked_at_only_where_loss_is_allowed():
     assert quantized(placements(request("opt-1.3b"))) == {"none"}
     assert quantized(placements(request("opt-1.3b", allow_lossy=True))) == {"none", "int8", "int4"}
+
+
+def test_stages_may_be_quantized():
+    """Of two devices none holds half of the model in 16 bits."""
+    fixed = {
+        "weights": {"dtype": "float16"},
+        "residency": {"blocks": "resident"},
+        "perturbations": {"sampled_ahead": False, "kept": False},
+        "schedule": {"traversal": "full", "update": "immediate"},
+    }
+    requested = request_for(
+        read_model_spec("opt-1.3b"),
+        load_preset("rtx4090-2x"),
+        batch=1,
+        seq=32,
+        max_ranks=2,
+        mesh=Mesh(stage=2),
+        max_device_bytes=3 * GIB // 2,
+        allow_lossy=True,
+        fixed=fixed,
+    )
+    plan = choose(requested).chosen.plan
+    assert (plan.num_stages, plan.low_bits.weights) in {(2, "int8"), (2, "int4")}
 
 
 def test_a_format_that_is_fixed_stays():

@@ -128,13 +128,14 @@ class Bounds:
 
     def least_s(self, plan: Plan, shape: PlanShape) -> float:
         """Return the seconds of a step of a plan of a shape, at least, by what is known before anything of the plan is written."""
+        floor = shape.floor(plan)
         if plan.num_stages > 1:
             is_blockwise = not (plan.is_full_pass or plan.perturbs_by_adapters)
-            return shape.blockwise_s if is_blockwise else shape.least_s
+            return floor.blockwise_s if is_blockwise else floor.least_s
         machines = self.machines(plan)
         computed_s = max(
             forwards_s + self._bounder.passes_s(plan, rank, machines[rank])
-            for rank, forwards_s in shape.forwards
+            for rank, forwards_s in floor.forwards
         )
         return max(computed_s, self._uploads_s(plan, machines))
 

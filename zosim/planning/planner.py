@@ -660,7 +660,7 @@ class _Search:
 
 
 def _nothing_fits(request: Request, rejected: list[Candidate]) -> DoesNotFit:
-    closest = min(rejected, key=lambda candidate: candidate.footprints.largest.device_bytes)
+    closest = min(rejected, key=lambda each: (each.footprints.largest.device_bytes, each.sort_key))
     message = (
         f"no plan for {request.config.spec.name} with batch {request.config.batch} and "
         f"{request.config.seq} tokens fits {request.hardware.device} of {request.hardware.name}: the "

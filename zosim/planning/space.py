@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from costmodel.models.model_spec import ModelSpec
 from topology.errors import PlanError
@@ -15,6 +15,7 @@ from zosim.planning.request import Blocks, Request, profiles_of
 from zosim.planning.split_search import Costs, PlacedPipeline, Ranking
 from zosim.plans import (
     Estimator,
+    LowBits,
     Mesh,
     Placement,
     Plan,
@@ -37,6 +38,21 @@ FOR_WEIGHTS = 0.9
 _FEW_HOSTS = 4
 
 
+QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
+    {"weights": "int8", "activations": "int8-token"},
+    {"weights": "int4", "scales": "group"},
+)
+"""What linear layers are tried in: int8 by integer kernels, and as few bits as models are usually given in."""
+
+
+class Floor(NamedTuple):
+    """Seconds that forwards and messages alone take in a step, with linear layers in one format."""
+
+    least_s: float
+    blockwise_s: float  # of plans that have each block at all evaluation points before the next one
+    forwards: tuple[tuple[int, float], ...] = ((0, 0.0),)  # of one stage, by a rank of each class
+
+
 @dataclass(frozen=True)
 class PlanShape:
     """Ranks, the devices that they are on, and where the model is split."""
@@ -45,18 +61,29 @@ class PlanShape:
     placement: Placement
     model: ModelSpec
     split: Split
-    least_s: float = 0.0  # what forwards and messages alone take in a step, of any plan of the shape
-    blockwise_s: float = 0.0  # of those that have each block at all evaluation points before the next one
-    forwards: tuple[
-        tuple[int, float], ...
-    ] = ()  # of one stage, a rank of each class with the seconds of its forwards
+    floors: Mapping[LowBits, Floor] = field(default_factory=dict)  # by how linear layers are kept
+
+    @property
+    def least_s(self) -> float:
+        """Seconds of a step of any of its plans, at least."""
+        return min((floor.least_s for floor in self.floors.values()), default=0.0)
+
+    def floor(self, plan: Plan) -> Floor:
+        """Return what is known of a plan of the shape."""
+        return self.floors.get(plan.low_bits) or Floor(self.least_s, self.least_s)
 
 
-def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterator[PlanShape]:
-    """Yield the shapes of one stage, or of the mesh that the request names.
+def is_quantization_open(request: Request) -> bool:
+    """Whether linear layers may be quantized, where nobody says how they are kept."""
+    is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None
+    # Other lossy choices, codecs between stages and a transfer format that is asked for, do not go with it.
+    is_plain = request.axis(Residency).transfer_dtype is None
+    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.param_groups)
+    return is_open and is_plain and has_linears
 
-    `is_bounded`: whether forwards take in all plans what they take in the plainest.
-    """
+
+def named_shapes(request: Request, costs: Costs) -> Iterator[PlanShape]:
+    """Yield the shapes of one stage, or of the mesh that the request names."""
     for mesh in meshes(request):
         for placement in layouts(request, mesh.world_size):
             if mesh.stage > 1:
@@ -64,13 +91,8 @@ def named_shapes(request: Request, costs: Costs, *, is_bounded: bool) -> Iterato
                 yield from split_shapes(request, mesh, placement, ranking)
                 continue
             for shared_out in (mesh, *_in_proportion(request, costs, mesh, placement)):
-                forwards = (
-                    tuple(_forwards(request, costs, shared_out, placement)) if is_bounded else ((0, 0.0),)
-                )
-                least_s = max(seconds for _, seconds in forwards)
-                yield PlanShape(
-                    shared_out, placement, request.config.spec, Split(), least_s, forwards=forwards
-                )
+                floors = _floors(request, costs, shared_out, placement)
+                yield PlanShape(shared_out, placement, request.config.spec, Split(), floors)
 
 
 def split_shapes(request: Request, mesh: Mesh, placement: Placement, ranking: Ranking) -> Iterator[PlanShape]:
@@ -91,26 +113,49 @@ def staged_shape(
 ) -> PlanShape:
     """Return a mesh of several stages with its split points."""
     model = request.split_options.split(request.config.spec, split_points)
-    least_s, blockwise_s = ranking.least_s(split_points), ranking.blockwise_s(split_points)
-    return PlanShape(mesh, placement, model, ranking.split(split_points), least_s, max(least_s, blockwise_s))
+    floors: dict[LowBits, Floor] = {}
+    for plan in _formats(request, ranking.plan):
+        own = ranking.of(plan)
+        least_s = own.least_s(split_points)
+        floors[plan.low_bits] = Floor(least_s, max(least_s, own.blockwise_s(split_points)))
+    return PlanShape(mesh, placement, model, ranking.split(split_points), floors)
 
 
-def _forwards(
-    request: Request, costs: Costs, mesh: Mesh, placement: Placement
-) -> Iterator[tuple[int, float]]:
-    """Yield the first rank of those that have as much to do on devices alike, with the seconds of its forwards."""
+def _formats(request: Request, plan: Plan) -> Iterator[Plan]:
+    """Yield a plan with its linear layers in each format that they may be kept in."""
+    yield plan
+    for config in QUANT_CONFIGS if is_quantization_open(request) else ():
+        kept = plan.model_copy(update={"low_bits": plan.low_bits.model_copy(update=config)})
+        if not any(next(axis.conflicts(kept), None) for axis in kept.axes.values()):
+            yield kept
+
+
+def _floors(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> Mapping[LowBits, Floor]:
+    """Return what the ranks of a mesh of one stage forward; nothing where one forward is at all points."""
+    if request.axis(Weights).perturbation == "adapters":
+        return {}
     pipelines, topology = _on_each_kind(request, costs, mesh, placement), request.hardware.topology
     batch, num_eval_points = request.config.batch, request.axis(Estimator).num_eval_points
-    known = set()
+    distinct: dict[tuple[str, int, int], int] = {}
     # Where devices are alike the first rank has the most to do.
     for rank in range(placement.world_size if len(pipelines) > 1 else 1):
         at, kind = mesh.coordinates(rank), topology.device_spec(placement.devices[rank]).id
-        num_sequences = len(mesh.rows_of(at.data, batch))
-        num_forwards = len(share(num_eval_points, mesh.perturb, at.perturb))
-        if (kind, num_sequences, num_forwards) not in known:
-            known.add((kind, num_sequences, num_forwards))
-            seconds = costs.seconds(_forwarding(pipelines[kind], num_sequences))
-            yield rank, num_forwards * float(seconds.forward.sum())
+        num_points = len(share(num_eval_points, mesh.perturb, at.perturb))
+        distinct.setdefault((kind, len(mesh.rows_of(at.data, batch)), num_points), rank)
+
+    def forward_s(plan: Plan, kind: str, num_sequences: int) -> float:
+        pipeline = _forwarding(replace(pipelines[kind], plan=plan), num_sequences)
+        return float(costs.seconds(pipeline).forward.sum())
+
+    floors: dict[LowBits, Floor] = {}
+    for plan in _formats(request, next(iter(pipelines.values())).plan):
+        forwards = tuple(
+            (rank, num_points * forward_s(plan, kind, num_sequences))
+            for (kind, num_sequences, num_points), rank in distinct.items()
+        )
+        least_s = max(seconds for _, seconds in forwards)
+        floors[plan.low_bits] = Floor(least_s, least_s, forwards)
+    return floors
 
 
 def _on_each_kind(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from operator import le
@@ -141,7 +141,7 @@ class Costs:
         """Return the seconds of every segment on the device of a stage."""
         # Meshes differ in stages and hops; what a segment takes, in sequences alone.
         machine = pipeline.machines[stage]
-        key = (id(machine.profile), pipeline.num_sequences)
+        key = (id(machine.profile), pipeline.num_sequences, pipeline.plan.low_bits)
         if key not in self._known:
             self._known[key] = self._worked_out(pipeline, machine)
         return self._known[key]
@@ -228,6 +228,19 @@ class Ranking:
         self._split_options = split_options
         self._costs = costs or Costs(pipeline.plan.model, split_options)
         self._known_boundaries: dict[str, tuple[float, float, float]] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """What one device would do alone."""
+        return self._pipeline.plan
+
+    def of(self, plan: Plan) -> Ranking:
+        """Return the ranking where one device alone would do as another plan says."""
+        return (
+            self
+            if plan is self.plan
+            else Ranking(replace(self._pipeline, plan=plan), self._split_options, self._costs)
+        )
 
     def best(self, limits_bytes: Sequence[float] = ()) -> list[tuple[str, ...]]:
         """Return the split points worth a simulation: those asked for, or the best inside blocks and between them, and SparQ's own choice.

@@ -31,9 +31,11 @@ from topology.errors import PlanError
 from zosim.planning.request import Request
 from zosim.planning.space import (
     FOR_WEIGHTS,
+    QUANT_CONFIGS,
     PlanShape,
     Transfers,
     check,
+    is_quantization_open,
     layouts,
     named_shapes,
     pipeline_of,
@@ -146,11 +148,6 @@ _STAYING: _Field = ("residency", "num_resident_blocks")
 _CHUNK: _Field = ("forward", "loss_chunk_tokens")
 _OF_MOVES = (_ENDS, _FORMAT, _TRANSFERS, _BUFFERS)
 """What says how offloaded blocks move. The last two contradict nothing on shapes that have them."""
-_QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
-    {"weights": "int8", "activations": "int8-token"},
-    {"weights": "int4", "scales": "group"},
-)
-"""What linear layers are tried in: int8 by integer kernels, and as few bits as models are usually given in."""
 
 
 @dataclass(frozen=True)
@@ -293,9 +290,7 @@ def placements(request: Request) -> Iterator[Plan]:
 def shapes(request: Request, costs: Costs | None = None) -> Iterator[PlanShape]:
     """Yield the shapes that the request admits, those of several stages last."""
     costs = costs or Costs(request.config.spec, request.split_options)
-    # What multiplies quantized weights, and a forward of all points, takes other seconds.
-    is_bounded = request.axis(Weights).perturbation != "adapters" and not is_quantization_open(request)
-    yield from named_shapes(request, costs, is_bounded=is_bounded)
+    yield from named_shapes(request, costs)
     if request.seeks_stages:
         yield from staged_shapes(request, costs)
 
@@ -311,20 +306,11 @@ def chunks(request: Request, plan: Plan) -> tuple[int, ...]:
     return tuple(count for count in LOSS_CHUNKS if count < num_tokens)
 
 
-def is_quantization_open(request: Request) -> bool:
-    """Whether linear layers may be quantized, where nobody says how they are kept."""
-    is_open = request.config.search.allow_lossy and request.config.low_bits.given("weights") is None
-    # Other lossy choices, codecs between stages and a transfer format that is asked for, do not go with it.
-    is_plain = request.axis(Residency).transfer_dtype is None
-    has_linears = any(group.linears or group.frozen_linears for group in request.config.spec.param_groups)
-    return is_open and is_plain and has_linears
-
-
 def _quant_configs(request: Request, mesh: Mesh) -> Iterator[dict[_Field, object]]:
     """Yield the formats that linear layers may be kept in: as all others, or in few bits."""
     yield {}
-    if not mesh.is_staged and is_quantization_open(request):
-        for config in _QUANT_CONFIGS:
+    if is_quantization_open(request) and not (mesh.is_staged and request.split_options.is_lossy):
+        for config in QUANT_CONFIGS:
             yield {("low_bits", name): value for name, value in config.items()}
 
 

@@ -18,9 +18,8 @@ from topology.units import format_bytes
 from zosim.hardware.machine import Machine
 from zosim.planning.disks import may_mix
 from zosim.planning.request import Request
-from zosim.planning.space import pipeline_of
+from zosim.planning.space import is_quantization_open, pipeline_of
 from zosim.planning.split_search import Costs, PlacedPipeline
-from zosim.planning.variants import is_quantization_open
 from zosim.plans import Estimator, Mesh, Placement, Plan
 
 
