@@ -44,7 +44,7 @@ def test_stages_may_be_quantized():
         "weights": {"dtype": "float16"},
         "residency": {"blocks": "resident"},
         "perturbations": {"sampled_ahead": False, "kept": False},
-        "schedule": {"traversal": "full", "update": "immediate"},
+        "schedule": {"traversal": "blockwise", "update": "immediate"},
     }
     requested = request_for(
         read_model_spec("opt-1.3b"),
@@ -53,7 +53,7 @@ def test_stages_may_be_quantized():
         seq=32,
         max_ranks=2,
         mesh=Mesh(stage=2),
-        max_device_bytes=3 * GIB // 2,
+        max_device_bytes=9 * GIB // 4,
         allow_lossy=True,
         fixed=fixed,
     )

@@ -45,7 +45,7 @@ QUANT_CONFIGS: tuple[Mapping[str, object], ...] = (
 """What linear layers are tried in: int8 by integer kernels, and as few bits as models are usually given in."""
 
 
-class Floor(NamedTuple):
+class ForwardFloor(NamedTuple):
     """Seconds that forwards and messages alone take in a step, with linear layers in one format."""
 
     least_s: float
@@ -61,16 +61,16 @@ class PlanShape:
     placement: Placement
     model: ModelSpec
     split: Split
-    floors: Mapping[LowBits, Floor] = field(default_factory=dict)  # by how linear layers are kept
+    floors: Mapping[LowBits, ForwardFloor] = field(default_factory=dict)  # by how linear layers are kept
 
     @property
     def least_s(self) -> float:
         """Seconds of a step of any of its plans, at least."""
         return min((floor.least_s for floor in self.floors.values()), default=0.0)
 
-    def floor(self, plan: Plan) -> Floor:
+    def floor(self, plan: Plan) -> ForwardFloor:
         """Return what is known of a plan of the shape."""
-        return self.floors.get(plan.low_bits) or Floor(self.least_s, self.least_s)
+        return self.floors.get(plan.low_bits) or ForwardFloor(self.least_s, self.least_s)
 
 
 def is_quantization_open(request: Request) -> bool:
@@ -113,11 +113,11 @@ def staged_shape(
 ) -> PlanShape:
     """Return a mesh of several stages with its split points."""
     model = request.split_options.split(request.config.spec, split_points)
-    floors: dict[LowBits, Floor] = {}
+    floors: dict[LowBits, ForwardFloor] = {}
     for plan in _formats(request, ranking.plan):
         own = ranking.of(plan)
         least_s = own.least_s(split_points)
-        floors[plan.low_bits] = Floor(least_s, max(least_s, own.blockwise_s(split_points)))
+        floors[plan.low_bits] = ForwardFloor(least_s, max(least_s, own.blockwise_s(split_points)))
     return PlanShape(mesh, placement, model, ranking.split(split_points), floors)
 
 
@@ -130,7 +130,9 @@ def _formats(request: Request, plan: Plan) -> Iterator[Plan]:
             yield kept
 
 
-def _floors(request: Request, costs: Costs, mesh: Mesh, placement: Placement) -> Mapping[LowBits, Floor]:
+def _floors(
+    request: Request, costs: Costs, mesh: Mesh, placement: Placement
+) -> Mapping[LowBits, ForwardFloor]:
     """Return what the ranks of a mesh of one stage forward; nothing where one forward is at all points."""
     if request.axis(Weights).perturbation == "adapters":
         return {}
@@ -140,21 +142,21 @@ def _floors(request: Request, costs: Costs, mesh: Mesh, placement: Placement) ->
     # Where devices are alike the first rank has the most to do.
     for rank in range(placement.world_size if len(pipelines) > 1 else 1):
         at, kind = mesh.coordinates(rank), topology.device_spec(placement.devices[rank]).id
-        num_points = len(share(num_eval_points, mesh.perturb, at.perturb))
-        distinct.setdefault((kind, len(mesh.rows_of(at.data, batch)), num_points), rank)
+        num_own = len(share(num_eval_points, mesh.perturb, at.perturb))
+        distinct.setdefault((kind, len(mesh.rows_of(at.data, batch)), num_own), rank)
 
     def forward_s(plan: Plan, kind: str, num_sequences: int) -> float:
         pipeline = _forwarding(replace(pipelines[kind], plan=plan), num_sequences)
         return float(costs.seconds(pipeline).forward.sum())
 
-    floors: dict[LowBits, Floor] = {}
+    floors: dict[LowBits, ForwardFloor] = {}
     for plan in _formats(request, next(iter(pipelines.values())).plan):
         forwards = tuple(
-            (rank, num_points * forward_s(plan, kind, num_sequences))
-            for (kind, num_sequences, num_points), rank in distinct.items()
+            (rank, num_own * forward_s(plan, kind, num_sequences))
+            for (kind, num_sequences, num_own), rank in distinct.items()
         )
         least_s = max(seconds for _, seconds in forwards)
-        floors[plan.low_bits] = Floor(least_s, least_s, forwards)
+        floors[plan.low_bits] = ForwardFloor(least_s, least_s, forwards)
     return floors
 
 
