@@ -452,7 +452,7 @@ class _Search:
         # Of equal bounds candidates come first: what they relax is then known to be no better. Then plans that copy blocks once a step,
         # of which more is hidden. Rounding tells none apart.
         bound_s, candidate, plan = float(f"{bound_s:.12g}"), what.get("candidate"), what.get("plan")
-        is_slow = isinstance(plan, Plan) and plan.is_offloaded and plan.schedule.update == "immediate"
+        is_slow = isinstance(plan, Plan) and plan.copies_blocks_twice
         key = (0, *candidate.sort_key) if isinstance(candidate, Candidate) else (1 + is_slow,)
         heappush(self._heap, _Node((bound_s, *key, next(self._order)), **what))  # type: ignore[arg-type]
 

@@ -271,6 +271,11 @@ class Plan(Axis, Document):
         return self.residency.blocks != "resident"
 
     @property
+    def copies_blocks_twice(self) -> bool:
+        """Whether offloaded blocks come up a second time in a step, to be updated."""
+        return self.is_offloaded and self.schedule.update == "immediate"
+
+    @property
     def uses_disks(self) -> bool:
         """Whether blocks live on a drive, and come by way of host memory."""
         return self.residency.blocks == "nvme"
