@@ -299,7 +299,13 @@ class TrainingRun:
                 normed + 2 * _NARROW * logits
             )  # the chunks' logits and log-probabilities stay for the backward
         copies = self.quirks.num_loss_tensors + (self.sharding == "fsdp")
-        return normed + copies * (_NARROW if self.quirks.narrow_loss else _WIDE) * logits
+        # Mixed precision narrows a frozen head in float32 for its product, and keeps that for the backward.
+        head = (
+            _NARROW * self.model.vocab_size * self.model.hidden_size
+            if self.wide_norms and self.recipe.has_adapters
+            else 0
+        )
+        return normed + copies * (_NARROW if self.quirks.narrow_loss else _WIDE) * logits + head
 
     @property
     def _backward_temporaries(self) -> int:

@@ -76,6 +76,8 @@ def test_only_products_of_bitsandbytes_keep_what_frozen_linears_read() -> None:
     run = replace(LORA, model=spec, adapter_inputs=4096, adapter_outputs=4096)
     kept = replace(run, recipe=recipe_of("qlora-nf4")).block_bytes - run.block_bytes
     assert kept == 128 * 2 * (2 * 4096 + 11008 - 4096)
+    # A frozen head in float32 is narrowed for its product.
+    assert replace(run, wide_norms=True).loss_bytes - run.loss_bytes == 2 * 32000 * 4096
     two = replace(
         run, adapter_inputs=2 * 4096, adapter_outputs=2 * 4096, quirks=CodeQuirks(fuses_adapters=True)
     )
