@@ -90,8 +90,8 @@ class FamilyConfig(BaseModel):
     @property
     def default_sizes(self) -> tuple[tuple[str, int], ...]:
         """Name and value of each size that the configuration leaves to the family's default."""
-        stated = self.model_fields_set
-        return tuple((name, value) for name, value in self if name in SIZES - stated and value)
+        given = self.model_fields_set
+        return tuple((name, value) for name, value in self if name in SIZES - given and value)
 
     @cached_property
     def sizes(self) -> _Names:

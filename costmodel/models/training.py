@@ -226,11 +226,13 @@ class TrainingRun:
             )
             for name in names
         )
-        inner, visits = self._inner_size
+        inner, num_experts = self._inner_size
         if model.experts is not None:
-            # Each visit has a row of its own, of what goes in and of what comes out.
+            # Each expert of a token has a row of its own, of what goes in and of what comes out.
             saved += (
-                self.tokens * width * (4 * (inner - model.intermediate_size) + 2 * visits * model.hidden_size)
+                self.tokens
+                * width
+                * (4 * (inner - model.intermediate_size) + 2 * num_experts * model.hidden_size)
             )
         if self.recipe.has_adapters:
             saved += self._frozen_bytes
@@ -248,8 +250,8 @@ class TrainingRun:
         model = self.model
         if model.experts is None:
             return model.intermediate_size, 1
-        visits = model.experts.num_per_token
-        return visits * model.experts.intermediate_size + model.experts.shared_size, visits
+        num_experts = model.experts.num_per_token
+        return num_experts * model.experts.intermediate_size + model.experts.shared_size, num_experts
 
     @property
     def _frozen_bytes(self) -> int:

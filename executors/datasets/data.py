@@ -236,11 +236,11 @@ class Dataset:
         with _named(where):
             question, num_kept = self.template.encode(line, self.tokenizer)
         fitted = tuple(self.limits.fit(example, where, num_kept=num_kept) for example in question.candidates)
-        cut = [
+        is_shorter = [
             len(example.label_positions) < len(whole.label_positions)
             for example, whole in zip(fitted, question.candidates, strict=True)
         ]
-        if len(fitted) > 1 and any(cut):
+        if len(fitted) > 1 and any(is_shorter):
             raise DataError(
                 f"{where} cannot be cut to {self.limits.max_length} tokens: an answer and what follows it have more",
                 hint="raise --seq, or shorten the template after {label}",

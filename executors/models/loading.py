@@ -172,8 +172,8 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
             _UsualSizes.model_validate(config)
             text = config.get_text_config()
             _UsualSizes.model_validate(text)
-    stated = fields.get(next((name for name, value in vars(config).items() if value is text), ""), fields)
-    _look_at_sizes(text, stated, where, is_checked=inner is not None)
+    given = fields.get(next((name for name, value in vars(config).items() if value is text), ""), fields)
+    _look_at_sizes(text, given, where, is_checked=inner is not None)
     declared, own = fields.get("num_hidden_layers"), getattr(config, "num_hidden_layers", None)
     if (
         declared is not None
@@ -198,10 +198,10 @@ def _note_text_model(source: str, model_type: str, text_type: str) -> None:
     )
 
 
-def _look_at_sizes(config: Any, stated: Any, where: str, *, is_checked: bool) -> None:
+def _look_at_sizes(config: Any, given: Any, where: str, *, is_checked: bool) -> None:
     """Raise for a size that is null, and note those that a file leaves to the family's defaults.
 
-    `stated`: the file's fields. `is_checked`: whether the planner's reader has noted them.
+    `given`: the file's fields. `is_checked`: whether the planner's reader has noted them.
     """
     spelt, defaults = config.attribute_map, []
     for own in {spelt.get(name, name) for name in SIZES}:
@@ -214,7 +214,7 @@ def _look_at_sizes(config: Any, stated: Any, where: str, *, is_checked: bool) ->
             )
         usual = getattr(type(config), own, None)
         is_default = isinstance(usual, int) and usual and getattr(config, own) == usual
-        if is_default and not names & {*(stated or ())} and not is_checked:
+        if is_default and not names & {*(given or ())} and not is_checked:
             defaults.append((own, usual))
     note_defaults(where, config.model_type, tuple(sorted(defaults)))
 

@@ -86,8 +86,9 @@ class Reported:
         width = next((at for at, row in enumerate(rows) if row.get("step") != 0), len(rows)) or 1
         for at, row in enumerate(rows):
             step, perturbation = divmod(at, width)
-            found = row.get("step"), row.get("perturbation", row.get("query", 0))
-            if found != (step, perturbation) or not isinstance(row.get("loss_plus"), int | float):
+            # Earlier logs say "query".
+            names = row.get("step"), row.get("perturbation", row.get("query", 0))
+            if names != (step, perturbation) or not isinstance(row.get("loss_plus"), int | float):
                 wanted = f"step {step}, perturbation {perturbation}, with its loss"
                 message = (
                     f"{path} line {at + 1} is damaged: it has to be {wanted}, and is {json.dumps(row)[:60]}"
