@@ -130,7 +130,7 @@ class Perturbations(AxisWriter):
     @property
     def _samples_in_halves(self) -> bool:
         """Whether a block's perturbation is drawn while that of the block before is used: by another stream."""
-        return self._plan.perturbations.sampled_ahead and self._plan.weights.perturbation == "serial"
+        return self._plan.perturbations.sampled_ahead and self._plan.perturbs_in_place
 
     @cached_property
     def _block_bytes(self) -> int:

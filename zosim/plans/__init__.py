@@ -251,6 +251,11 @@ class Plan(Axis, Document):
         return self.storage.linear_format
 
     @property
+    def perturbs_in_place(self) -> bool:
+        """Whether one state of the weights is moved from point to point."""
+        return self.weights.perturbation == "serial"
+
+    @property
     def perturbs_by_adapters(self) -> bool:
         """Whether weights stay as they are, and points are factors beside them."""
         return self.weights.perturbation == "adapters"

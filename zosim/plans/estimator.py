@@ -100,6 +100,11 @@ class Estimator(Axis):
         return {"central": "2P", "forward": "(P + 1)", "residual": "P"}[self.difference]
 
     @property
+    def num_moves(self) -> int:
+        """Passes over weights that are perturbed in place, for each perturbation: to its points and back."""
+        return 3 if self.difference == "central" else 2
+
+    @property
     def num_eval_points(self) -> int:
         """Points at which a step evaluates the loss."""
         return len(eval_points_of_step(self.num_perturbations, self.difference))

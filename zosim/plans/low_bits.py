@@ -274,9 +274,7 @@ class LowBits(Axis):
                 ),
                 "leave perturbations.kept out",
             )
-        if plan.weights.perturbation != "serial" and not (
-            plan.perturbs_by_adapters and plan.model.tunes_left_factors
-        ):
+        if not plan.perturbs_in_place and not (plan.perturbs_by_adapters and plan.model.tunes_left_factors):
             yield (
                 (
                     f"weights.perturbation={plan.weights.perturbation} does not apply to quantized weights, which are read in "

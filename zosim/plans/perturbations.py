@@ -175,7 +175,7 @@ class Perturbations(Axis):
         if self.rank is not None:
             lazily = f", V kept {self.lazy_steps} steps" if self.lazy_steps != 1 else ""
             yield f"{self.distribution} perturbations of rank {self.rank}{lazily}"
-        if self.sampled_ahead and plan.weights.perturbation == "serial":
+        if self.sampled_ahead and plan.perturbs_in_place:
             yield "samples ahead"
         if self.kept:
             yield "perturbations kept"

@@ -135,19 +135,18 @@ def _passes_s(pipeline: PlacedPipeline) -> float:
     """Return the seconds of the passes over all weights that go from point to point in place, and of the updates."""
     plan, profile = pipeline.plan, pipeline.machines[0].profile
     # A CPU's caches spare passes over memory, points as copies or adapters the computing stream.
-    if profile.device_type != "gpu" or plan.weights.perturbation != "serial":
+    if profile.device_type != "gpu" or not plan.perturbs_in_place:
         return 0.0
     estimator = plan.estimator
     is_fused = plan.storage.keeps_signs or plan.storage.keeps_scaled(estimator.epsilon)
     how: dict[str, Any] = {"dtype": plan.weights.dtype, "perturbation_dtype": plan.storage.row_format}
     sizes = Counter(group.num_trainable for group in plan.model.param_groups)
-    num_moves = 3 if estimator.difference == "central" else 2
     each_s = 0.0
     for num, count in sizes.items():
         move = perturb_work(num, arithmetic="fused" if is_fused else "chunked", **how)
         update = update_work(num, arithmetic="fused" if plan.storage.keeps_signs else "chunked", **how)
         seconds = (estimate(work, profile).seconds for work in (move, update))
-        each_s += count * sum(times * s for times, s in zip((num_moves, 1), seconds, strict=True))
+        each_s += count * sum(times * s for times, s in zip((estimator.num_moves, 1), seconds, strict=True))
     return estimator.num_perturbations * each_s
 
 
