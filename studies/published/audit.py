@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from costmodel.formats import FORMATS
 from costmodel.models.configs import read_model_spec
@@ -176,6 +177,12 @@ def audit(rows: Sequence[PublishedRow]) -> list[AuditFinding]:
     findings: list[AuditFinding] = []
     for rule in _RULES:
         findings += rule(speeds)
+    findings += [
+        AuditFinding(violated, (cell.row.place, other.row.place), arithmetic)
+        for violated, of_pair in _PAIR_RULES
+        for cell, other in product(speeds, repeat=2)
+        if (arithmetic := of_pair(cell, other))
+    ]
     findings += _transfers(known)
     findings += _memory(known)
     findings += _ratios(rows)
@@ -267,87 +274,66 @@ def _without_copies(cell: Cell, cells: Sequence[Cell]) -> str:
     return ""
 
 
-def _more_work_in_less_time(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
-    for cell in cells:
-        for other in cells:
-            longer = (
-                other.case.plan.seq == 2 * cell.case.plan.seq
-                and other.case.plan.batch == cell.case.plan.batch
-            )
-            if not longer or not _alike(cell, other, "seq") or cell.case.method != other.case.method:
-                continue
-            if other.case.plan.mesh != cell.case.plan.mesh:
-                continue
-            if _step_s(cell) > _step_s(other) * (1 + SPREAD):
-                yield AuditFinding(
-                    "more work in less time",
-                    (cell.row.place, other.row.place),
-                    f"{_name(cell)}: a step of {cell.case.plan.tokens_per_step} tokens takes {_step_s(cell):.3f} s "
-                    f"({cell.printed:g} tokens/s), one of {other.case.plan.tokens_per_step} takes {_step_s(other):.3f} s "
-                    f"({other.printed:g})",
-                )
+def _more_work_in_less_time(cell: Cell, other: Cell) -> str:
+    here, there = cell.case.plan, other.case.plan
+    longer = there.seq == 2 * here.seq and there.batch == here.batch and there.mesh == here.mesh
+    if not longer or not _alike(cell, other, "seq") or cell.case.method != other.case.method:
+        return ""
+    if _step_s(cell) <= _step_s(other) * (1 + SPREAD):
+        return ""
+    return (
+        f"{_name(cell)}: a step of {here.tokens_per_step} tokens takes {_step_s(cell):.3f} s "
+        f"({cell.printed:g} tokens/s), one of {there.tokens_per_step} takes {_step_s(other):.3f} s "
+        f"({other.printed:g})"
+    )
 
 
-def _same_tokens_differ(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
+def _same_tokens_differ(cell: Cell, other: Cell) -> str:
     """Half the sequence at twice the batch: as many tokens, and at most the attention's part less work."""
-    for cell in cells:
-        for other in cells:
-            here, there = cell.case.plan, other.case.plan
-            alike = here.seq * 2 == there.seq and here.batch == 2 * there.batch and here.mesh == there.mesh
-            if not alike or cell.case.method != other.case.method or not _alike(cell, other, "both"):
-                continue
-            flops = [_forward_flops(each) for each in (cell, other)]
-            gain = flops[1] / flops[0]
-            factor = cell.printed / other.printed
-            if factor > gain * (1 + 2 * SPREAD):
-                yield AuditFinding(
-                    "two tables that disagree",
-                    (cell.row.place, other.row.place),
-                    f"{_name(cell)}: {here.tokens_per_step} tokens a step in both, {cell.printed:g} tokens/s as {here.batch} x "
-                    f"{here.seq}, {other.printed:g} as {there.batch} x {there.seq}: {factor:.2f} times for at most {gain:.2f} "
-                    "times fewer operations",
-                )
+    here, there = cell.case.plan, other.case.plan
+    alike = here.seq * 2 == there.seq and here.batch == 2 * there.batch and here.mesh == there.mesh
+    if not alike or cell.case.method != other.case.method or not _alike(cell, other, "both"):
+        return ""
+    gain = _forward_flops(other) / _forward_flops(cell)
+    factor = cell.printed / other.printed
+    if factor <= gain * (1 + 2 * SPREAD):
+        return ""
+    return (
+        f"{_name(cell)}: {here.tokens_per_step} tokens a step in both, {cell.printed:g} tokens/s as {here.batch} x "
+        f"{here.seq}, {other.printed:g} as {there.batch} x {there.seq}: {factor:.2f} times for at most {gain:.2f} "
+        "times fewer operations"
+    )
 
 
-def _half_bytes_slower(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
+def _half_bytes_slower(cell: Cell, other: Cell) -> str:
     """Pure fp16 against automatic mixed precision: the same products, half the bytes everywhere."""
-    for cell in cells:
-        for other in cells:
-            if cell.row["precision"] != "fp16" or not other.row["precision"].startswith("amp"):
-                continue
-            if cell.row["model"] != other.row["model"] or cell.row["paper"] != other.row["paper"]:
-                continue
-            if (
-                other.case.method.option != "compress=none"
-                or cell.case.method.option
-                or not cell.case.method.is_offloaded
-            ):
-                continue
-            if cell.printed * (1 + SPREAD) < other.printed:
-                yield AuditFinding(
-                    "half the bytes in more time",
-                    (cell.row.place, other.row.place),
-                    f"{_name(cell)}: pure fp16 at {cell.printed:g} tokens/s takes {_step_s(cell):.1f} s a step, mixed precision "
-                    f"with float32 weights and float32 transfers {_step_s(other):.1f} s ({other.printed:g} tokens/s), though "
-                    "it moves twice the bytes over every wire and multiplies as many fp16 matrices",
-                )
+    formats = cell.row["precision"] == "fp16" and other.row["precision"].startswith("amp")
+    if not formats or any(cell.row[name] != other.row[name] for name in ("model", "paper")):
+        return ""
+    own = cell.case.method
+    if other.case.method.option != "compress=none" or own.option or not own.is_offloaded:
+        return ""
+    if cell.printed * (1 + SPREAD) >= other.printed:
+        return ""
+    return (
+        f"{_name(cell)}: pure fp16 at {cell.printed:g} tokens/s takes {_step_s(cell):.1f} s a step, mixed precision "
+        f"with float32 weights and float32 transfers {_step_s(other):.1f} s ({other.printed:g} tokens/s), though "
+        "it moves twice the bytes over every wire and multiplies as many fp16 matrices"
+    )
 
 
-def _formats_differ(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
+def _formats_differ(cell: Cell, other: Cell) -> str:
     """Mixed precision in fp16 and in bf16 without compression: the same bytes and the same peaks."""
-    for cell in cells:
-        for other in cells:
-            pair = (cell.row["precision"], other.row["precision"])
-            same = cell.row["model"] == other.row["model"] and cell.case.method == other.case.method
-            if pair != ("amp-fp16", "amp-bf16") or not same or cell.case.method.option != "compress=none":
-                continue
-            if other.printed > cell.printed * (1 + 2 * SPREAD):
-                yield AuditFinding(
-                    "two tables that disagree",
-                    (cell.row.place, other.row.place),
-                    f"{_name(cell)}: {cell.printed:g} tokens/s under fp16 autocast, {other.printed:g} under bf16, which moves "
-                    f"the same float32 blocks at the same peak; the ratio is {other.printed / cell.printed:.2f}",
-                )
+    pair = (cell.row["precision"], other.row["precision"])
+    same = cell.row["model"] == other.row["model"] and cell.case.method == other.case.method
+    if pair != ("amp-fp16", "amp-bf16") or not same or cell.case.method.option != "compress=none":
+        return ""
+    if other.printed <= cell.printed * (1 + 2 * SPREAD):
+        return ""
+    return (
+        f"{_name(cell)}: {cell.printed:g} tokens/s under fp16 autocast, {other.printed:g} under bf16, which moves "
+        f"the same float32 blocks at the same peak; the ratio is {other.printed / cell.printed:.2f}"
+    )
 
 
 def _transfers(cells: Sequence[Cell]) -> Iterator[AuditFinding]:
@@ -476,8 +462,11 @@ _RULES: tuple[Callable[[Sequence[Cell]], Iterator[AuditFinding]], ...] = (
     _above_peak,
     _faster_than_bus,
     _more_than_lanes,
-    _more_work_in_less_time,
-    _same_tokens_differ,
-    _half_bytes_slower,
-    _formats_differ,
 )
+_PAIR_RULES: tuple[tuple[str, Callable[[Cell, Cell], str]], ...] = (
+    ("more work in less time", _more_work_in_less_time),
+    ("two tables that disagree", _same_tokens_differ),
+    ("half the bytes in more time", _half_bytes_slower),
+    ("two tables that disagree", _formats_differ),
+)
+"""What is violated, and the arithmetic of a pair of cells that does so; empty for any other pair."""
