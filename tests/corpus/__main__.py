@@ -97,17 +97,10 @@ def runs(every: int) -> Iterator[tuple[str, Any]]:
 
 def _outcome_of_run(case: Any, folder: Path, out: Path) -> dict[str, Any]:
     usual = {"--batch": "4", "--lr": "1e-3", "--threads": "1", "--seed": "11"}
-    given = [
-        "run",
-        "--model",
-        folder / case.shape,
-        "--data",
-        folder / "lines.jsonl",
-        "--out",
-        out,
-        "--no-tensorboard",
-        *case.options,
-    ]
+    given = (
+        f"run --model {folder / case.shape} --data {folder}/lines.jsonl --out {out} --no-tensorboard".split()
+    )
+    given += case.options
     given += [word for flag, value in usual.items() if flag not in case.options for word in (flag, value)]
     first = NUM_STEPS_BEFORE_RESUMING if case.mode == "resumed" else NUM_STEPS
     code, error = _called(*given, "--steps", first)

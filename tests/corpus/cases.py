@@ -152,16 +152,7 @@ def request_cases(num_cases: int, seed: int) -> list[tuple[str, ...]]:
     product = list(itertools.product(PRESETS, MODELS, METHODS, ("1", "4"), REQUESTED))
     return [
         (
-            "--hardware",
-            preset,
-            "--model",
-            model,
-            "--method",
-            method,
-            "--batch",
-            batch,
-            "--seq",
-            "256",
+            *f"--hardware {preset} --model {model} --method {method} --batch {batch} --seq 256".split(),
             *requested,
         )
         for preset, model, method, batch, requested in random.Random(seed).sample(product, num_cases)

@@ -83,19 +83,8 @@ def config() -> bytes:
 def plan(*options: str, name: str = "plan.json") -> bytes:
     """A plan of a small model on two GPUs."""
     (folder() / "spec.json").write_bytes(model_spec())
-    return _made(
-        name,
-        "plan",
-        "--model",
-        folder() / "spec.json",
-        "--hardware",
-        PRESET,
-        "--batch",
-        2,
-        "--seq",
-        32,
-        *options,
-    )
+    words = f"plan --model {folder()}/spec.json --hardware {PRESET} --batch 2 --seq 32"
+    return _made(name, *words.split(), *options)
 
 
 def plan_of_ranks() -> bytes:
