@@ -198,7 +198,7 @@ HOSTILE = {
 
 
 def test_a_text_says_what_ended_it(runtime, monkeypatch):
-    asked = {
+    request = {
         "model": "base",
         "prompt": [[5, 4], [7] * 31],
         "max_tokens": 3,
@@ -207,7 +207,7 @@ def test_a_text_says_what_ended_it(runtime, monkeypatch):
         "user": "me",
     }
     with serving(runtime) as server:
-        status, _, body = answered(server, post(asked))
+        status, _, body = answered(server, post(request))
         assert status == 200, body
         choices = json.loads(body)["choices"]
         assert [(len(one["token_ids"]), one["finish_reason"]) for one in choices] == [
@@ -215,7 +215,7 @@ def test_a_text_says_what_ended_it(runtime, monkeypatch):
             (1, "length"),
         ]
         monkeypatch.setattr(runtime, "stop_tokens", (choices[0]["token_ids"][1],))
-        [ended] = json.loads(answered(server, post(asked | {"prompt": [[5, 4]]}))[2])["choices"]
+        [ended] = json.loads(answered(server, post(request | {"prompt": [[5, 4]]}))[2])["choices"]
         assert ended["finish_reason"] == "stop"
 
 
