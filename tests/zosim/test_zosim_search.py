@@ -212,4 +212,6 @@ def test_no_plan_beats_one_of_the_front_in_everything(tmp_path) -> None:
     bounds = Bounds(requested)
     leanest = min(bounds.of(plan).footprints.largest.device_bytes for plan in placements(requested))
     assert min(cost[1] for cost in costs) == leanest
+    # Block by block where some stay.
+    assert any(candidate.plan.residency.num_resident_blocks for candidate in front)
     assert draw_front(front, tmp_path / "front.svg").read_text().count("device") > 1

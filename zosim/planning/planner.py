@@ -25,7 +25,15 @@ from zosim.console import LateBar
 from zosim.lowering import lower_all
 from zosim.planning.block_bound import BlockBounder, with_few_blocks
 from zosim.planning.bounds import Bound, Bounds
-from zosim.planning.disks import fewest_on_disk, keeping, may_be_mixed, may_use_disks, mixtures, num_kept
+from zosim.planning.disks import (
+    fewest_on_disk,
+    keeping,
+    may_be_mixed,
+    may_keep_blocks,
+    may_use_disks,
+    mixtures,
+    num_kept,
+)
 from zosim.planning.explain import ALIKE, about_guarantee, about_split_points, reasons
 from zosim.planning.footprint import WORKSPACE, Footprints
 from zosim.planning.predict import PlannedRun, Prediction
@@ -320,11 +328,11 @@ def front(request: Request) -> tuple[Candidate, ...]:
     PlanError
         If the request contradicts itself.
     """
-    listed = pareto_front(candidate for candidate in _Search(request).every() if not candidate.missing)
-    shown = [
-        replace(candidate, seconds=candidate.planned.step_time_s, is_simulated=True)
-        for candidate in listed[:_MOST_SIMULATED]
-    ]
+    search = _Search(request)
+    most = pareto_front(candidate for candidate in search.every() if not candidate.missing)
+    some = (each for candidate in most for each in search.keeping_some(candidate) if not each.missing)
+    listed = pareto_front((*most, *some))
+    shown = [search.simulated_of(candidate) for candidate in listed[:_MOST_SIMULATED]]
     return tuple(pareto_front((*shown, *listed[_MOST_SIMULATED:])))
 
 
@@ -413,13 +421,28 @@ class _Search:
             raise self._variants.contradiction or too_few_ranks(self._request)
 
     def every(self) -> Iterator[Candidate]:
-        """Yield every plan with its bound, those that take their loss in chunks where that saves memory or time."""
+        """Yield every plan with its bound, those that take their loss in chunks where that saves memory or time.
+
+        Where blocks may stay on the device, as many do as it has space for.
+        """
         for node in self._heap:
             assert node.shape is not None
             for plan in self._variants.plans(node.shape):
                 yield self._candidate(plan)
                 # The smallest chunk saves as much memory as any.
                 yield from (self._candidate(in_chunks(plan, n)) for n in chunks(self._request, plan)[:1])
+                yield from map(self._candidate, mixtures(self._request, plan, self._bounds.left_bytes))
+
+    def keeping_some(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield an offloaded plan with some of its blocks on the device: a quarter, half and three quarters of those that may stay."""
+        if may_keep_blocks(self._request, candidate.plan):
+            most = num_kept(self._request, candidate.plan) or candidate.plan.model.num_blocks
+            for num_blocks in sorted({most // 4, most // 2, 3 * most // 4} - {0}):
+                yield self._candidate(keeping(candidate.plan, num_blocks))
+
+    def simulated_of(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its simulated step time."""
+        return replace(candidate, seconds=self._step_time_s(candidate), is_simulated=True)
 
     def ranked(self) -> tuple[Candidate, tuple[Candidate, ...]]:
         """Return the best of those simulated, and all others that fit in their order.
@@ -541,7 +564,7 @@ class _Search:
         return Candidate(planned, bound, bound.seconds)
 
     def _simulate(self, candidate: Candidate) -> None:
-        self.simulated.append(replace(candidate, seconds=self._step_time_s(candidate), is_simulated=True))
+        self.simulated.append(self.simulated_of(candidate))
 
     def _simulate_plainest(self, candidate: Candidate) -> None:
         """Simulate first, of what is as fast as a candidate by its bound, what would be chosen if all of it were."""
@@ -618,8 +641,7 @@ class _Search:
         known: dict[int, Candidate] = {}
 
         def is_as_fast(number: int) -> bool:
-            candidate = fewer[number]
-            known[number] = replace(candidate, seconds=self._step_time_s(candidate), is_simulated=True)
+            known[number] = self.simulated_of(fewer[number])
             return known[number].seconds <= limit_s
 
         index = bisect_left(range(len(fewer)), True, key=is_as_fast)
