@@ -94,8 +94,10 @@ _REACHED = 0.97
 230 to 236 GB/s for the 240 that NCCL plans with (https://github.com/stas00/ml-engineering, network/benchmarks)."""
 
 _STEP_BYTES = 512 * 1024
-"""A channel's step in Simple, ``NCCL_BUFFSIZE / NCCL_STEPS``: nothing is passed on before it has arrived. NCCL's own model leaves
-filling the channels out; published times of 16 to 64 MiB on A100s show it."""
+"""A channel's step in Simple, ``NCCL_BUFFSIZE / NCCL_STEPS``. Nothing is passed on before a slice of steps has arrived: two in a ring, one
+in trees and switches (``ALLREDUCE_SLICESTEPS``, and ``calcCollChunking`` in ``src/enqueue.cc``). NCCL's own model leaves filling the channels
+out; published times of 16 to 64 MiB on A100s show it."""
+_RING_STEPS = 2
 
 _SPREAD: dict[Bound, tuple[float, float]] = {"central": (1.0, 1.0), "low": (0.7, 1.02), "high": (2.2, 0.74)}
 """Factors of latencies and of bandwidths at the ends of intervals: what published measurements of equal size differ by. Chosen so that
@@ -135,7 +137,8 @@ class Communicator:
         )
         slower, faster = _SPREAD[bound]
         latency_s = self._latency_us(way, function, size_bytes) * _US * slower
-        filling = min(size_bytes, self._num_channels * _STEP_BYTES) if way[1] == "Simple" else 0.0
+        slice_bytes = _STEP_BYTES * (_RING_STEPS if way[0] == "ring" else 1)
+        filling = min(size_bytes, self._num_channels * slice_bytes) if way[1] == "Simple" else 0.0
         reached = self._bandwidth(way, function, size_bytes) * _REACHED
         return latency_s + (size_bytes / reached + filling / self.bandwidth_bytes_per_s) / faster
 
