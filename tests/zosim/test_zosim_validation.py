@@ -517,19 +517,7 @@ def test_a_cpu_multiplies_float16_as_its_code_does() -> None:
 
 def test_published_code_passes_over_parameters_more_often(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    made = [
-        "plan",
-        "--model",
-        "opt-125m",
-        "--hardware",
-        PRESET,
-        "--seq",
-        "128",
-        "--dtype",
-        "float16",
-        "-o",
-        str(plan),
-    ]
+    made = f"plan --model opt-125m --hardware {PRESET} --seq 128 --dtype float16 -o {plan}".split()
     assert CliRunner().invoke(app, [*made, "--method", "mezo"]).exit_code == 0
     ours, published = (
         json.loads(CliRunner().invoke(app, ["simulate", str(plan), "--json", *code]).stdout)

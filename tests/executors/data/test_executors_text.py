@@ -148,15 +148,7 @@ def test_data_are_refused_before_torch_is_imported(content, options, says, tmp_p
         "finally:\n    print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     arguments = (
-        "run",
-        "--model",
-        tmp_path,
-        "--data",
-        data,
-        "--steps",
-        1,
-        "--out",
-        tmp_path / "out",
+        *f"run --model {tmp_path} --data {data} --steps 1 --out {tmp_path}/out".split(),
         *options,
     )
     done = subprocess.run(

@@ -44,19 +44,7 @@ def run_on(model, folder, out, *more):
     lines = folder / "data.jsonl"
     if not lines.exists():
         saved_lines(lines, mask=4 if "roberta" in str(model) else None)
-    command = [
-        "run",
-        "--model",
-        model,
-        "--data",
-        lines,
-        "--steps",
-        3,
-        "--batch",
-        3,
-        "--no-launch",
-        "--no-tensorboard",
-    ]
+    command = f"run --model {model} --data {lines} --steps 3 --batch 3 --no-launch --no-tensorboard".split()
     return zosim(*command, "--residency", "resident", "--lr", 1e-2, "--out", out, *more)
 
 
@@ -155,16 +143,7 @@ def test_a_plan_for_other_qvalues_is_refused_and_nothing_is_written(tmp_path, ca
     other.save(plan)
     assert (
         zosim(
-            "run",
-            plan,
-            "--model",
-            folder,
-            "--data",
-            tmp_path / "data.jsonl",
-            "--steps",
-            1,
-            "--out",
-            tmp_path / "out",
+            *f"run {plan} --model {folder} --data {tmp_path}/data.jsonl --steps 1 --out {tmp_path}/out".split(),
         )
         == 2
     )
@@ -436,20 +415,7 @@ def test_two_ranks_that_slice_a_quantized_directory_are_one_that_accumulates(tmp
     base, lines = tmp_path / "model", tmp_path / "data.jsonl"
     compressed("opt-untied", base, "pack-quantized", dtype=torch.float32, **INT4)
     saved_lines(lines)
-    command = (
-        "run",
-        "--model",
-        base,
-        "--data",
-        lines,
-        "--steps",
-        4,
-        "--batch",
-        4,
-        "--threads",
-        1,
-        "--no-tensorboard",
-    )
+    command = f"run --model {base} --data {lines} --steps 4 --batch 4 --threads 1 --no-tensorboard".split()
     command += ("--lr", 1e-2, "--save-as", "compressed-tensors")
     two, one = tmp_path / "two", tmp_path / "one"
     assert (

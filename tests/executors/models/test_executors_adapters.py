@@ -15,7 +15,7 @@ from executors.models.recording_blocks import StepCache
 from executors.runs.adapters import attach
 from executors.runs.session import Session
 from studies.families.tiny import tiny_model
-from tests.support.command import saved_model, zosim
+from tests.support.command import saved_model, train
 from tests.support.distributed import OFFLOADED
 from tests.support.reference_mezo import differing
 from tests.support.tiny import batches, model_of, plan_of
@@ -265,11 +265,8 @@ def test_a_run_counts_what_its_batches_hold_for_predictions(tmp_path):
         prompt = [*range(10, 20), *[20 + number] * (length - 10)]
         lines += [{"input_ids": [*prompt, answer], "labels": [-100] * length + [answer]} for answer in (5, 6)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [
-        "run", "--model", model, "--data", data, "--steps", 2, "--batch", 8, "--no-launch", "--no-tensorboard", "--out", out,
-        "--tune", "linears", "--distribution", "lozo", "--weights", "adapters",
-    ]  # fmt: skip
-    assert zosim(*command) == 0
+    packed = {"tune": "linears", "distribution": "lozo", "weights": "adapters"}
+    assert train(model, data, out, steps=2, batch=8, **packed) == 0
     plan = Plan.load(out / "plan.json")
     assert plan.forward.num_labels == 1
     assert (plan.forward.num_tokens, plan.forward.num_answers, plan.forward.num_shared) == (17, 2, 10)
@@ -278,7 +275,7 @@ def test_a_run_counts_what_its_batches_hold_for_predictions(tmp_path):
     assert plan.forward.num_attended == round((10 * 10 + 3 * 8 * 18 + 10 * 20) / (10 + 4 * 7))
     block = next(i.work for i in lower(plan).step if isinstance(i.op, Forward) and i.op.segment == "block.0")
     assert max(one.m for one in block.matmuls) == 2 * packing.num_tokens == 2 * (10 + 4 * 7)
-    assert zosim(*command, "--resume", "--steps", 3) == 0
+    assert train(model, data, out, "--resume", steps=3, batch=8, **packed) == 0
 
 
 def padded(lines):

@@ -110,18 +110,7 @@ def test_the_command_reports_in_json(tmp_path):
     )
     app = typer.Typer(add_completion=False)
     app.command()(probe)
-    arguments = [
-        "--model",
-        str(tmp_path),
-        "--random-weights",
-        "--data",
-        str(data),
-        "--codec",
-        "q2",
-        "--batch",
-        "2",
-        "--json",
-    ]
+    arguments = f"--model {tmp_path} --random-weights --data {data} --codec q2 --batch 2 --json".split()
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

@@ -36,15 +36,7 @@ def runs(inputs, tmp_path_factory):
     """A run of one rank, and the same on two stages."""
     folder = tmp_path_factory.mktemp("stages")
     evaluated = (
-        "--eval-data",
-        inputs[1],
-        "--eval-examples",
-        2,
-        "--eval-every",
-        4,
-        "--keep-best",
-        "--checkpoint-every",
-        6,
+        f"--eval-data {inputs[1]} --eval-examples 2 --eval-every 4 --keep-best --checkpoint-every 6".split()
     )
     assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
     assert (
@@ -204,17 +196,7 @@ def test_a_stage_that_stands_still_is_named_by_all_that_wait_for_it(inputs, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("tuned", [("--lora-rank", 2, "--lora-targets", "q_proj,fc2"), ("--prefix", 2)])
 def test_what_is_tuned_beside_the_base_is_written_whole(inputs, tmp_path, tuned):
-    evaluated = (
-        "--eval-data",
-        inputs[1],
-        "--eval-examples",
-        2,
-        "--eval-task",
-        "generation",
-        "--eval-max-new-tokens",
-        2,
-        "--keep-best",
-    )
+    evaluated = f"--eval-data {inputs[1]} --eval-examples 2 --eval-task generation --eval-max-new-tokens 2 --keep-best".split()
     alone, trio = tmp_path / "alone", tmp_path / "trio"
     assert train(inputs, alone, *tuned, *evaluated, "--no-launch", "--residency", "resident") == 0
     assert train(inputs, trio, *tuned, *evaluated, "--mesh", "stage=3") == 0

@@ -26,15 +26,7 @@ def pertp(inputs, tmp_path_factory):
     """A run of one rank, and the same on two, its blocks offloaded to one host copy."""
     folder = tmp_path_factory.mktemp("pertp")
     evaluated = (
-        "--eval-data",
-        inputs[1],
-        "--eval-examples",
-        2,
-        "--eval-every",
-        4,
-        "--keep-best",
-        "--checkpoint-every",
-        6,
+        f"--eval-data {inputs[1]} --eval-examples 2 --eval-every 4 --keep-best --checkpoint-every 6".split()
     )
     assert train(inputs, folder / "alone", *evaluated, "--no-launch", "--residency", "resident") == 0
     assert train(inputs, folder / "pair", *evaluated, "--method", "pertp", "--transfers", "sliced") == 0
@@ -78,17 +70,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_on_one(pertp, inputs, tmp_pa
 def test_a_run_of_one_goes_on_on_two(pertp, inputs, tmp_path):
     out = tmp_path / "out"
     assert train(inputs, out, "--no-launch", "--residency", "resident", "--checkpoint-every", 2, steps=5) == 0
-    more = (
-        "--resume",
-        "--method",
-        "pertp",
-        "--residency",
-        "offloaded",
-        "--transfers",
-        "shared",
-        "--steps",
-        STEPS,
-    )
+    more = f"--resume --method pertp --residency offloaded --transfers shared --steps {STEPS}".split()
     assert train(inputs, out, *more) == 0
     assert numbers_of(out) == numbers_of(pertp / "alone")
     assert (out / "model.safetensors").read_bytes() == (pertp / "alone/model.safetensors").read_bytes()

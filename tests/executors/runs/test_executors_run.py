@@ -119,19 +119,7 @@ def test_evaluations_and_digests_change_no_bit(inputs, tmp_path):
     plain, watched = tmp_path / "plain", tmp_path / "watched"
     options = ["--residency", "offloaded", "--lr", 1e-3]
     assert train(model, data, plain, *options) == 0
-    more = [
-        "--eval-data",
-        data,
-        "--eval-examples",
-        2,
-        "--eval-every",
-        1,
-        "--digest-every",
-        1,
-        "--checkpoint-every",
-        2,
-        "--keep-best",
-    ]
+    more = f"--eval-data {data} --eval-examples 2 --eval-every 1 --digest-every 1 --checkpoint-every 2 --keep-best".split()
     assert train(model, data, watched, *options, *more) == 0
     assert differing(loaded(plain), loaded(watched)) == []
     assert [row["loss_plus"] for row in rows_of(plain)] == [row["loss_plus"] for row in rows_of(watched)]

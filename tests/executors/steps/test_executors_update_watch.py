@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from executors.runs.session import Session
-from tests.support.command import saved_lines, saved_model, zosim
+from tests.support.command import saved_lines, saved_model, train
 from tests.support.distributed import OFFLOADED
 from tests.support.tiny import batches, model_of, plan_of
 
@@ -83,11 +83,9 @@ def test_a_sample_tells_the_share_of_all(monkeypatch):
 
 def test_a_run_says_at_its_end_how_many_updates_were_lost(tmp_path, capsys):
     saved_lines(tmp_path / "data.jsonl")
-    assert zosim(
-        "run", "--model", saved_model("opt", tmp_path), "--data", tmp_path / "data.jsonl", "--steps", 4, "--batch", 3,
-        "--residency", "offloaded", "--transfer-dtype", "float16", "--allow-lossy", "--no-launch", "--no-tensorboard",
-        "--out", tmp_path / "out",
-    ) == 0  # fmt: skip
+    where = saved_model("opt", tmp_path), tmp_path / "data.jsonl", tmp_path / "out"
+    offloaded = {"residency": "offloaded", "transfer_dtype": "float16"}
+    assert train(*where, "--allow-lossy", steps=4, batch=3, **offloaded) == 0
     found = json.loads((tmp_path / "out" / "run.json").read_text())["finished"]["lost_updates"]
     assert (found["storage"], found["transfer"]) == ("float32", "float16")
     assert found["lost_in_transfer"] > 0.5
