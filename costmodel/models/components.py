@@ -221,7 +221,8 @@ def _fused(trace: KernelTrace, spec: ModelSpec, shape: Pass, qkv: tuple[TracedBu
     extra.append(trace.new(shape.rows * spec.num_heads, "float32"))  # sums of exponentials
     output = trace.new(shape.rows * spec.num_heads * spec.value_dim)
     trace.elementwise_bytes += sum(buffer.size_bytes for buffer in (*qkv, output))
-    if _is_partial(spec) and not spec.latent:  # queries lie by head, and so does the output
+    # Code that turns a part of heads, or all as a part, leaves queries by head, and so lies the output.
+    if spec.rotary_dim and not spec.latent:
         extra.append(trace.new(output.num_elements))
     trace.free(*extra)
     return output

@@ -82,6 +82,7 @@ _WIDE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4
 ODD = [
     ("granite", _WIDE_HEADS),
     ("glm", {**_WIDE_HEADS, "intermediate_size": 64}),
+    ("glm", {**_WIDE_HEADS, "intermediate_size": 64, "partial_rotary_factor": 1.0}),
     ("nemotron", {**_WIDE_HEADS, "num_key_value_heads": 8, "intermediate_size": 64}),
     ("phimoe", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     ("falcon", {"alibi": True, "bias": True, "parallel_attn": False, "multi_query": False}),
