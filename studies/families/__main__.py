@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import resource
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -133,7 +134,7 @@ Sizes of a family's default configuration become small. These families needed mo
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
-_LIMIT_S = 120
+_LIMIT_S = 120.0
 
 
 def main() -> None:
@@ -177,7 +178,8 @@ def _apart(family: str, ways: list[str]) -> dict[str, Verdict]:
 
     def work() -> None:
         # Of the processor: on a busy machine a family that is right may take long.
-        resource.setrlimit(resource.RLIMIT_CPU, (_LIMIT_S, _LIMIT_S))
+        limit_s = ceil(_LIMIT_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
         there.send(tried(family, ways))
 
     process = context.Process(target=work)
@@ -185,7 +187,7 @@ def _apart(family: str, ways: list[str]) -> dict[str, Verdict]:
     there.close()
     try:
         if not here.poll(10 * _LIMIT_S):
-            return {"model": {"word": "fails", "why": f"nothing within {10 * _LIMIT_S} s"}}
+            return {"model": {"word": "fails", "why": f"nothing within {10 * _LIMIT_S:.0f} s"}}
         found: dict[str, Verdict] = here.recv()
         return found
     except EOFError:

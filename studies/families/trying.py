@@ -91,8 +91,9 @@ def _vocab(model: nn.Module) -> int:
 def _planned(model: nn.Module) -> str:
     config: Any = model.config
     text, parts = config.get_text_config(decoder=True), [model]
+    tied = {"tie_word_embeddings": getattr(config, "tie_word_embeddings", text.tie_word_embeddings)}
     try:
-        spec, how = spec_of_config(text.to_dict(), name="tiny"), "from its configuration"
+        spec, how = spec_of_config(text.to_dict() | tied, name="tiny"), "from its configuration"
         if text is not config:  # a model of texts and images, of which the text model is run
             parts, how = [model.get_decoder(), model.get_output_embeddings()], "its text model, " + how  # type: ignore[operator]
     except UnknownFamily:
