@@ -373,13 +373,15 @@ COUNTING = "python -m executors.models.spec MODEL spec.json, and give spec.json 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of a multimodal model's text model, of other models their own.
 
-    What the whole says of tied tables and formats holds for the text model where that says nothing of its own.
+    What the whole says of formats holds for the text model where that says nothing of its own.
     """
     inner = config.get("text_config")
     if _family_of(config) is not None or not isinstance(inner, Mapping) or _family_of(inner) is None:
         return config
     inherited = ("tie_word_embeddings", "dtype", "torch_dtype", "pad_token_id", "quantization_config")
-    return {name: config[name] for name in inherited if name in config} | dict(inner)
+    text = {name: config[name] for name in inherited if name in config} | dict(inner)
+    # Transformers ties the table of the whole where either says so.
+    return text | ({"tie_word_embeddings": True} if config.get("tie_word_embeddings") is True else {})
 
 
 def checked_config(config: Mapping[str, Any], source: str) -> FamilyConfig | None:

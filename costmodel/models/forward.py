@@ -141,7 +141,8 @@ def _measured_workspace(spec: ModelSpec, segment: str, shape: Pass) -> int | Non
     if not spec.live_elements or not spec.live_elements[index] or shape.loss_chunk or shape.num_kept:
         return None
     batch, seq = shape.batch, shape.seq
-    held = [own for own in spec.segments[max(index - 1, 0) : index + 1] if own != HEAD]
+    # A head's forward drops what it is given before its logits are made, but whoever runs the head still holds it.
+    held = () if segment == HEAD else spec.segments[max(index - 1, 0) : index + 1]
     handed = sum(handed_elements(spec, batch=batch, seq=seq, segment=own) for own in held)
     most = max(_elements(moment, batch, seq) for moment in spec.live_elements[index])
     return FORMATS[shape.dtype].bytes(max(most - handed, 0))

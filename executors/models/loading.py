@@ -126,6 +126,12 @@ def model_class(config: Any) -> Any:
     Raises ModelError if it describes none.
     """
     classes = _auto_class(config)._model_mapping
+    text = config.get_text_config()
+    if type(config) not in classes and text is not config:
+        raise ModelError(
+            f"{config.model_type} is a model of more than texts, and transformers has no language model of its text model, {text.model_type}, alone",
+            hint="use a language model, or a model whose text model is one, such as llava",
+        )
     if type(config) not in classes:
         raise ModelError(
             f"a model of type {config.model_type} neither predicts the next token nor fills in masks",
@@ -186,6 +192,8 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
         )
     if type(text) is type(config) or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
+    # The whole model's table is tied or not, whatever its text model's configuration says.
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     _note_text_model(str(source), config.model_type, text.model_type)
     return text
 

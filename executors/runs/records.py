@@ -142,8 +142,8 @@ def refuse_nonfinite(record: StepRecord) -> None:
     )
     raise LossNotFinite(
         f"training diverged in step {record.step}: the losses are {plus} and {other}, and the projected gradient is {gradients}",
-        hint="lower the learning rate; if the first step fails, look for a batch without labels, or use "
-        "--dtype float32 or bfloat16 instead of float16",
+        hint="lower the learning rate; if the first step fails, look for a batch without labels, use --dtype float32 or "
+        "bfloat16 instead of float16, and leave weights unquantized: some models' code reads them past their layers",
     )
 
 

@@ -16,7 +16,7 @@ from costmodel.models.families import FAMILIES
 from costmodel.models.forward import activation_bytes, forward_work
 from executors.models.loading import load_config
 from executors.models.model import SuspendedModel, in_segments
-from executors.models.spec import spec_of_model
+from executors.models.spec import spec_of_model, without_weights
 from studies.families.tiny import tiny_model
 from tests.costmodel.test_costmodel_forward_torch import LiveStorages
 from tests.support.command import zosim
@@ -108,6 +108,7 @@ def test_published_models_of_families_without_a_row_are_counted(tmp_path, name):
     ("fields", "told"),
     [
         ({"model_type": "vit"}, "vit neither predicts the next token nor fills in masks"),
+        ({"model_type": "qwen2_vl"}, "no language model of its text model, qwen2_vl_text, alone"),
         ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {}}, 'set "model_type": "deepseek_v3"'),
         ({"model_type": "nemotron_h", "num_hidden_layers": 52}, "describe 4 layers"),
         ({"model_type": "whisper", "is_encoder_decoder": True}, "describes an encoder-decoder"),
@@ -185,6 +186,19 @@ def test_an_unknown_family_takes_the_memory_that_its_specification_says(family):
     assert measured.peak <= peak <= 1.1 * num_forwards * measured.peak
 
 
+def test_the_head_of_an_unknown_family_holds_what_it_is_given_to_its_end():
+    model = tiny_model("exaone4")
+    segmented, spec = in_segments(model), spec_of_model(model)
+    tokens = torch.randint(3, 90, (3, 28))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    state = torch.randn(3, 28, spec.hidden_size)
+    known = [*model.parameters(), *model.buffers(), *batch.values(), state]
+    with torch.no_grad(), LiveStorages(known) as measured:
+        segmented.head(state, batch)
+    workspace = forward_work(spec, "head", batch=3, seq=28).workspace_bytes
+    assert measured.peak - 24 * 3 * 28 <= workspace <= 1.2 * measured.peak
+
+
 def test_sizes_that_are_not_stated_are_told_once(tmp_path, caplog):
     # A model of texts and images that states nothing of its text model, and may be asked to split inside its blocks.
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "blip-2"}))
@@ -200,6 +214,26 @@ def test_masked_models_need_not_state_their_architecture(tmp_path):
         json.dumps({"model_type": "distilbert", "n_layers": 2, "dim": 48, "n_heads": 4})
     )
     assert not model_spec(str(tmp_path)).is_causal
+
+
+@pytest.mark.parametrize("text", [{}, {"tie_word_embeddings": False}])
+def test_a_text_model_is_tied_where_the_whole_is(tmp_path, text):
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+    }
+    fields = {
+        "model_type": "llava_next",
+        "tie_word_embeddings": True,
+        "text_config": {"model_type": "llama", **sizes, **text},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    counted = spec_of_model(without_weights(str(tmp_path)))
+    assert counted.tied_head
+    assert counted.num_parameters == model_spec(str(tmp_path)).num_parameters
 
 
 @pytest.mark.parametrize(
