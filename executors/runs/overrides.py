@@ -30,7 +30,7 @@ from executors.runs.settings import (
     evaluation_in,
     recorded_config,
 )
-from topology.errors import PlanError, RunError
+from topology.errors import PlanError, RunError, ZosimError
 from topology.limits import whole_number
 from zosim.adapters import adapters_of, tuned_by
 from zosim.config import PlanConfig, Search, merge
@@ -78,7 +78,15 @@ def settings_from(
 
     @cache
     def split_model(blocks: tuple[int, ...]) -> ModelSpec:
-        return spec_for(model, tuned, blocks, **loading)
+        try:
+            return spec_for(model, tuned, blocks, **loading)
+        except ZosimError:
+            if not header or options.run.model or Path(model).exists():
+                raise
+            raise RunError(
+                f"the base weights of {out} are not there: it records {model!r}",
+                hint=f"name where they are now with --model; a relative path starts in {Path.cwd()}",
+            ) from None
 
     is_requested = options.adapters.given("tuned") is not None or lora or prefix
     is_of_part = base is not None and base.model.num_trainable < base.model.num_parameters

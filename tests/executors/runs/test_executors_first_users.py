@@ -53,6 +53,16 @@ def test_replay_takes_the_base_weights_that_the_record_names(inputs, tmp_path, c
     assert differing(loaded(out), loaded(again)) == []
 
 
+def test_a_base_that_was_moved_is_asked_for(inputs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train(*inputs, out) == 0
+    inputs[0].rename(tmp_path / "moved")
+    assert zosim("run", "--out", out, "--resume", "--steps", 4, "--no-launch") == 2
+    said = capsys.readouterr().err
+    assert f"the base weights of {out} are not there" in said
+    assert "name where they are now with --model" in said
+
+
 def test_the_log_of_a_run_that_goes_on_is_not_taken_for_a_truncated_one(inputs, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert train(*inputs, out, "--digest-every", 1) == 0
