@@ -174,9 +174,14 @@ def load_config(source: str | Path, *, allow_download: bool = False, shipped: bo
         fields = fields | {"num_key_value_heads": fields["num_attention_heads"]}
     with quietly_loading(source, allow_download=allow_download):
         config = _config_class(fields, where)
+        text = config.get_text_config()
+        if getattr(text, "is_heterogeneous", False):
+            raise ModelError(
+                f"{where} gives layers of a {text.model_type} sizes of their own (per_layer_config), which is not supported",
+                hint="use a model all of whose layers have the sizes that its configuration states once",
+            )
         with readable(where, ModelError):
             _UsualSizes.model_validate(config)
-            text = config.get_text_config()
             _UsualSizes.model_validate(text)
     given = fields.get(next((name for name, value in vars(config).items() if value is text), ""), fields)
     _look_at_sizes(text, given, where, is_checked=inner is not None)

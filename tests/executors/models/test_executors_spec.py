@@ -108,6 +108,7 @@ def test_published_models_of_families_without_a_row_are_counted(tmp_path, name):
     ("fields", "told"),
     [
         ({"model_type": "vit"}, "vit neither predicts the next token nor fills in masks"),
+        ({"model_type": "dots3_note"}, "gives layers of a dots3_note_text sizes of their own"),
         ({"model_type": "qwen2_vl"}, "no language model of its text model, qwen2_vl_text, alone"),
         ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {}}, 'set "model_type": "deepseek_v3"'),
         ({"model_type": "nemotron_h", "num_hidden_layers": 52}, "describe 4 layers"),
