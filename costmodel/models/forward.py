@@ -141,10 +141,16 @@ def _measured_workspace(spec: ModelSpec, segment: str, shape: Pass) -> int | Non
     if not spec.live_elements or not spec.live_elements[index] or shape.loss_chunk or shape.num_kept:
         return None
     batch, seq = shape.batch, shape.seq
-    # A head's forward drops what it is given before its logits are made, but whoever runs the head still holds it.
-    held = () if segment == HEAD else spec.segments[max(index - 1, 0) : index + 1]
-    handed = sum(handed_elements(spec, batch=batch, seq=seq, segment=own) for own in held)
     most = max(_elements(moment, batch, seq) for moment in spec.live_elements[index])
+    if segment == HEAD:
+        # A forward drops its state, masks and tables before logits are made, but whoever runs the head still holds them.
+        usual = spec.model_copy(update={"live_elements": (), "buffer_bytes": 0})
+        shared = shared_activation_bytes(
+            usual, batch=batch, seq=seq, dtype=shape.dtype, attention=shape.attention
+        )
+        return FORMATS[shape.dtype].bytes(most) + shared
+    held = spec.segments[max(index - 1, 0) : index + 1]
+    handed = sum(handed_elements(spec, batch=batch, seq=seq, segment=own) for own in held)
     return FORMATS[shape.dtype].bytes(max(most - handed, 0))
 
 
