@@ -6,12 +6,14 @@ import math
 import random
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import combinations
 from typing import Any
 
 from studies.coursework import Unit
+from topology.units import QuantityError, parse_quantity, unit_scale
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def mark(question: PencilQuestion, given: object) -> Mark:
     """Return the mark of an answer: a point, half of one for a mistake that is recognised, or none."""
     if given is None:
         return Mark(question.key, 0, 1, "not answered")
+    given = _number(given, question.unit)
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
         return Mark(question.key, 0, 1, f"answer with a number{question.unit and f', in {question.unit}'}")
     if _distance(given, question.answer) <= TOLERANCE:
@@ -103,6 +106,20 @@ def mark(question: PencilQuestion, given: object) -> Mark:
         1,
         f"{given:g}{question.unit and f' {question.unit}'} is too {size}: write the formula down with its units",
     )
+
+
+def _number(given: object, unit: str) -> object:
+    """Return an answer as a number in the unit of its question, where it is a text such as ``"0.5 s"`` or ``"1,957"``."""
+    if not isinstance(given, str):
+        return given
+    text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", given.strip())
+    wanted = "B" if unit == "bytes" else unit
+    for dimension in ("bytes", "time", "ratio"):
+        with suppress(QuantityError):
+            return parse_quantity(text, dimension) / unit_scale(wanted, dimension)
+    with suppress(ValueError):
+        return float(text.removesuffix(unit))
+    return given
 
 
 def _distance(given: float, wanted: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from studies.distzo2_ranks.cases import TRANSFERS, Board, block_seconds, board
-from studies.exercises import Grade
+from studies.exercises import Grade, plain
 
 Seconds = Callable[[Board, str], float]
 """From a board and how ranks share the host's copies to the seconds that one more block adds to a step."""
@@ -35,7 +35,7 @@ def check(seconds_per_block: Seconds) -> Grade:
         num_gpus, upload, peers, one_root = words
         made = board(num_gpus, upload, peers, one_root=one_root)
         for transfers in TRANSFERS if num_gpus > 1 else TRANSFERS[:1]:
-            complaint = _complaint(seconds_per_block(made, transfers), made, transfers)
+            complaint = _complaint(plain(seconds_per_block(made, transfers)), made, transfers)
             if complaint:
                 root = "behind one root" if one_root else "with lanes of their own"
                 return Grade(False, f"{num_gpus} GPUs {root}, {transfers} copies: {complaint}")

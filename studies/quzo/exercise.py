@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +23,16 @@ _SIGMAS = 5.0
 
 def check(rounded: Rounded) -> Grade:
     """Return whether `rounded` rounds at random without bias, and if not, what to look at."""
+
+    def in_torch(*arguments: Any) -> Any:
+        qvalues = rounded(*arguments)
+        qvalues = torch.as_tensor(qvalues) if isinstance(qvalues, np.ndarray) else qvalues
+        is_whole = isinstance(qvalues, Tensor) and not qvalues.is_floating_point()
+        return qvalues.long() if is_whole else qvalues
+
     properties = (_about_shape, _about_neighbours, _about_the_mean, _about_independence)
     for done, complaint_of in enumerate(properties):
-        complaint = complaint_of(rounded)
+        complaint = complaint_of(in_torch)
         if complaint:
             return Grade(False, complaint, done / len(properties))
     return Grade(
@@ -39,8 +48,10 @@ def _about_shape(rounded: Rounded) -> str:
     values = torch.linspace(-3, 3, 24, dtype=torch.float64).view(4, 6)
     kept = values.clone()
     qvalues = rounded(values, 0.5, 3, _generator(0))
-    if not isinstance(qvalues, Tensor) or qvalues.shape != values.shape or qvalues.dtype != torch.int64:
+    if not isinstance(qvalues, Tensor) or qvalues.shape != values.shape:
         return f"return quantized values as an int64 tensor of shape {tuple(values.shape)}"
+    if qvalues.dtype != torch.int64:
+        return f"return whole numbers, an int64 tensor, and not {qvalues.dtype}: c, which stands for c times the step"
     if not torch.equal(values, kept):
         return "the values that were given have been changed"
     if not torch.equal(qvalues, rounded(values, 0.5, 3, _generator(0))):
@@ -75,7 +86,18 @@ def _about_the_mean(rounded: Rounded) -> str:
         off = float(qvalues.mean()) - value
         if abs(off) > _SIGMAS * stderr:
             direction = "towards zero" if off * value < 0 else "away from it"
-            return f"{value} is {float(qvalues.mean()):.3f} on average, {abs(off) / stderr:.0f} standard errors {direction}"
+            seen = f"{value} is {float(qvalues.mean()):.3f} on average, {abs(off) / stderr:.0f} standard errors {direction}"
+            up = float(qvalues.mean()) - value + part
+            alone = torch.tensor([value], dtype=torch.float64)
+            if len({int(rounded(alone, 1.0, 7, _generator(seed))) for seed in range(100)}) == 1:
+                return f"{seen}: it is rounded to the same value always; it is to go up with a probability of {part:.2g}"
+            if up in (0, 1):
+                return f"{seen}: every element needs a random number of its own"
+            if abs(up - 0.5) < 0.02:
+                return f"{seen}: it goes up half of the time; it is to with a probability of {part:.2g}"
+            if abs(up - 1 + part) < 0.02:
+                return f"{seen}: it goes up with the probability of going down"
+            return seen
     return ""
 
 

@@ -42,7 +42,7 @@ def check(diagnose: Diagnose) -> Grade:
 
 def _complaint(answer: object, rows: Sequence[Reading], term: str, times: float) -> str:
     """Return what is wrong with a diagnosis, or nothing."""
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], int | float)):
+    if not (isinstance(answer, tuple | list) and len(answer) == 2 and isinstance(answer[1], int | float)):
         return "return a cause and a factor, such as ('sampling', 2.0)"
     named, factor = answer
     if named not in TERMS:

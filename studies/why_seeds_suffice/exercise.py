@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from studies.exercises import Grade
@@ -35,6 +37,7 @@ def _complaint(answer: object, run: TunedRun) -> str:
     """Return what is wrong with rebuilt weights, or nothing."""
     if not isinstance(answer, Mapping) or answer.keys() != run.tuned.keys():
         return "return a dict with the names of the base weights, every one of them"
+    answer = {name: torch.as_tensor(x) if isinstance(x, np.ndarray) else x for name, x in answer.items()}
     for name, tensor in run.tuned.items():
         given = answer[name]
         if not isinstance(given, Tensor) or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):

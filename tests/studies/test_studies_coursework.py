@@ -21,7 +21,7 @@ from studies.cli import app
 from studies.coursework import UNITS
 from studies.coursework.grading import check
 from studies.coursework.notebook import notebook
-from studies.coursework.pencil import exercise_of, mark, numbers_of, questions_of
+from studies.coursework.pencil import PencilQuestion, exercise_of, mark, numbers_of, questions_of
 from studies.exercises import grade
 from topology.errors import ZosimError
 
@@ -103,6 +103,24 @@ def test_a_block_more_or_less_and_a_rounded_ratio_are_not_called_a_mistake_of_un
     numbers = {"block_mb": 300, "link_gb_per_s": 20, "compute_ms": 8, "blocks": 40}
     question = next(each for each in exercise_of(UNIT["overlap"]).questions(**numbers) if each.key == key)
     assert advice in mark(question, miss(numbers)).output
+
+
+@pytest.mark.parametrize("given", [21.25, "21.25", "21.25 ms", "0.02125 s", "21250us", "21,250 us"])
+def test_an_answer_may_say_its_unit(given):
+    assert mark(PencilQuestion("upload", "a copy", "ms", 21.25), given).score == 1
+
+
+def test_arrays_of_the_other_library_are_as_good():
+    torch = pytest.importorskip("torch")
+    step, rounded = SOLVED["ranks"].right, SOLVED["unbiased"].right
+    assert exercise_of(UNIT["ranks"]).check(lambda *given: torch.as_tensor(step(*given))).passed
+    assert exercise_of(UNIT["unbiased"]).check(lambda *given: rounded(*given).numpy()).passed
+
+
+def test_a_wrong_factor_is_named():
+    step = SOLVED["ranks"].right
+    verdict = exercise_of(UNIT["ranks"]).check(lambda theta, *rest: theta + 3 * (step(theta, *rest) - theta))
+    assert "3 times the step" in verdict.message
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from studies.coursework.pencil import PencilQuestion
-from studies.exercises import Grade
+from studies.exercises import Grade, plain
 
 Vector = NDArray[np.float64]
 Estimate = Callable[[Callable[[Vector], float], Vector, Sequence[int], float], object]
@@ -125,10 +125,10 @@ def check(estimate: Estimate) -> Grade:
 def _complaint(estimate: Estimate, seeds: tuple[int, ...]) -> str:
     loss, theta = _Quadratic(5), np.linspace(1.0, 2.0, 5)
     given = theta.copy()
-    answer = estimate(loss, given, seeds, _EPSILON)
+    answer = np.asarray(plain(estimate(loss, given, seeds, _EPSILON)))
     num_calls = loss.num_calls
-    if not isinstance(answer, np.ndarray) or answer.shape != theta.shape:
-        return f"return an array of shape {theta.shape}"
+    if answer.shape != theta.shape:
+        return f"return an array of shape {theta.shape}, not {answer.shape}"
     if not np.allclose(given, theta, rtol=0, atol=1e-9):
         return "theta was changed: restore it, or work on a copy"
     wanted = _reference(loss, theta, seeds, _EPSILON)
@@ -151,6 +151,9 @@ def _complaint(estimate: Estimate, seeds: tuple[int, ...]) -> str:
             if not advice and num_calls > 2 * len(seeds):
                 return f"{num_calls} forwards, where two for each seed are enough"
             return advice
+    times = float(answer @ wanted / (wanted @ wanted))
+    if times and np.allclose(answer, times * wanted, rtol=1e-9, atol=0):
+        return f"the right direction, but {times:.3g} times the estimate: what is the difference divided by?"
     return "not along the seeds' perturbations: z is default_rng(seed).standard_normal(theta.size)"
 
 

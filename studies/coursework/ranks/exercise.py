@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from studies.coursework.pencil import PencilQuestion
-from studies.exercises import Grade
+from studies.exercises import Grade, plain
 
 Vector = NDArray[np.float64]
 Step = Callable[..., object]
@@ -151,7 +151,11 @@ def run_ranks(
 
 def reference(theta: Vector, examples: Vector, seeds: Sequence[int]) -> Vector:
     """Return the parameters after a step of one rank with all examples."""
-    zs = [np.random.default_rng(seed).standard_normal(theta.size) for seed in seeds]
+    return along(theta, examples, [np.random.default_rng(seed).standard_normal(theta.size) for seed in seeds])
+
+
+def along(theta: Vector, examples: Vector, zs: Sequence[Vector]) -> Vector:
+    """Return the parameters after a step of one rank along some perturbations."""
     gs = [(loss(theta + 1e-3 * z, examples) - loss(theta - 1e-3 * z, examples)) / 2e-3 for z in zs]
     return theta - 0.01 * np.mean([g * z for g, z in zip(gs, zs, strict=True)], axis=0)  # type: ignore[no-any-return]
 
@@ -182,8 +186,9 @@ def _complaint(step: Step, axis: str, sizes: tuple[int, int], seeds: tuple[int, 
             return f"rank {rank} waits for the other: every rank calls all_reduce equally often"
         if isinstance(answer, Exception):
             return f"rank {rank} raised {type(answer).__name__}: {answer}"
-        if not isinstance(answer, np.ndarray) or answer.shape != theta.shape:
-            return f"return parameters of shape {theta.shape}"
+        answers[rank] = np.asarray(plain(answer))
+        if answers[rank].shape != theta.shape:
+            return f"return parameters of shape {theta.shape}, not {answers[rank].shape}"
     if not np.allclose(answers[0], answers[1], rtol=1e-12, atol=1e-12):
         return "the replicas differ: both ranks update along the same z with the same g"
     if num_floats > 2 * len(seeds) + 2:
@@ -192,7 +197,10 @@ def _complaint(step: Step, axis: str, sizes: tuple[int, int], seeds: tuple[int, 
     by_shard = [reference(theta, shard, seeds) - theta for shard in shards]
     for wrong, advice in (
         (wanted, ""),
-        (2 * wanted, "twice the step: the sum over ranks is not yet the mean"),
+        (
+            2 * wanted,
+            "twice the step: a difference is divided by 2 epsilon, and the sum over ranks is not yet the mean",
+        ),
         (len(seeds) * wanted, "the mean over the seeds is missing"),
         (
             wanted / 2,
@@ -200,9 +208,19 @@ def _complaint(step: Step, axis: str, sizes: tuple[int, int], seeds: tuple[int, 
         ),
         (np.mean(by_shard, axis=0), "shards differ in size: weigh each by its number of examples"),
         (-wanted, "the sign is the other way"),
+        (
+            along(
+                theta, whole, list(np.random.default_rng(seeds[0]).standard_normal((len(seeds), theta.size)))
+            )
+            - theta,
+            "every seed has a generator of its own, and so a z",
+        ),
     ):
         if np.allclose(moved, wrong, rtol=1e-6, atol=1e-9):
             return advice
+    times = float(moved @ wanted / (wanted @ wanted))
+    if times and np.allclose(moved, times * wanted, rtol=1e-6, atol=0):
+        return f"the right direction, but {times:.3g} times the step: what is g divided by?"
     return "not the step of one rank with all examples: which seeds and which examples does each loss see?"
 
 

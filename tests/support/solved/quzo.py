@@ -69,9 +69,9 @@ def as_numbers(values, step, highest, generator):
 
 
 WRONG = [
-    (nearest, "standard errors towards zero"),
+    (nearest, "the same value always"),
     (truncating, "standard errors towards zero"),
-    (one_number_for_all, "standard errors"),
+    (one_number_for_all, "a random number of its own"),
     (number_per_row, "a random number of its own"),
     (other_way, "values on the grid must stay"),
     (unclamped, "clamp them"),
