@@ -13,7 +13,7 @@ from costmodel.models.experts import Experts
 from costmodel.models.families import FAMILIES
 from costmodel.models.forward import forward_work, shared_activation_bytes
 from tests.costmodel.test_costmodel_forward_torch import DTYPES, LiveStorages
-from tests.support.tiny_families import TINY
+from tests.support.tiny_families import TINY, skip_earlier_attention
 from topology.errors import ModelError
 
 NEW = [family for family in TINY if family not in ("opt", "gpt2", "llama", "qwen3", "roberta")]
@@ -55,6 +55,7 @@ def _run_block(model, spec, batch, seq):
 @pytest.mark.parametrize("family", NEW)
 @pytest.mark.parametrize(("attention", "dtype"), [("sdpa", "float32"), ("eager", "bfloat16")])
 def test_blocks_take_the_memory_and_the_kernels_that_are_counted(family, attention, dtype):
+    skip_earlier_attention(family)
     if attention == "sdpa" and family in ("gemma2", "bloom", "gpt_neo", "mpt", "gpt_oss"):
         with pytest.raises(ValueError, match="does not support an attention implementation"):
             _model(family, attention, dtype)

@@ -20,7 +20,7 @@ from executors.models.spec import spec_of_model, without_weights
 from studies.families.tiny import tiny_model
 from tests.costmodel.test_costmodel_forward_torch import LiveStorages
 from tests.support.command import zosim
-from tests.support.tiny_families import SHARED, TINY
+from tests.support.tiny_families import SHARED, TINY, skip_earlier_attention
 from topology.errors import ModelError
 from zosim.planning.split_options import model_spec
 
@@ -37,6 +37,7 @@ def _on_meta(family, fields):
 
 @pytest.mark.parametrize("family", TINY)
 def test_a_model_without_memory_is_counted_as_its_configuration_is_read(family):
+    skip_earlier_attention(family)
     fields = {"pad_token_id": 1, **TINY[family]}
     model = _on_meta(family, fields)
     counted, read = spec_of_model(model, name="small"), spec_of_config(model.config.to_dict(), name="small")
