@@ -69,6 +69,8 @@ _MODULES_AND_FRAMES = frozenset(
     (
         "builtins",
         "cr_frame",
+        "ctypes",
+        "ctypeslib",
         "f_back",
         "f_globals",
         "gi_frame",
@@ -249,13 +251,31 @@ def _confined(study: str, stub: str, solution: str) -> None:
             raise PermissionError(f"a solution may not use {event}")
 
     sys.addaudithook(refuse)
+    before = _functions()
     try:
         function = function_in(Path(solution), exercise.FUNCTION)
-        verdict = asdict(tried(exercise.check, function)) | {"curve": _curve(exercise, function)}
+        tried_it = tried(exercise.check, function)
+        replaced = sorted(
+            name for name, known in _functions().items() if before.get(name, known) is not known
+        )
+        if replaced:
+            tried_it = Grade(False, f"it replaces {replaced[0]}, which the grader uses, too")
+        verdict = asdict(tried_it) | {"curve": [] if replaced else _curve(exercise, function)}
     except ZosimError as error:
         verdict = {"error": error.message, "hint": error.hint}
     written.write(_VERDICT + json.dumps(verdict))
     written.flush()
+
+
+def _functions() -> dict[str, Any]:
+    """Return the functions and classes that the grader works with, by module and name; packages replace some of Python's own."""
+    return {
+        f"{module}.{name}": value
+        for module, loaded in list(sys.modules.items())
+        if module.partition(".")[0] in ("math", "numpy", "statistics", "studies", "torch")
+        for name, value in list(getattr(loaded, "__dict__", {}).items())
+        if callable(value)
+    }
 
 
 def _may_read(file: Any, solution: Path) -> bool:

@@ -285,3 +285,13 @@ def test_answers_that_nobody_can_read_are_refused_in_words(tmp_path, text):
     (tmp_path / "answers.json").write_text(text)
     with pytest.raises(ZosimError, match=r"answers\.json (holds no answers|has no unit)"):
         check(UNITS[0], [tmp_path / "answers.json"])
+
+
+@pytest.mark.slow
+def test_a_solution_that_replaces_what_the_grader_compares_with_fails(tmp_path):
+    solution = tmp_path / "solution.py"
+    solution.write_text(
+        "import numpy as np\ndef step(theta, *rest):\n    np.allclose = lambda *a, **k: True\n    return theta\n"
+    )
+    verdict = grade("coursework.ranks", solution, stub="coursework/ranks")
+    assert "replaces numpy.allclose" in verdict.message

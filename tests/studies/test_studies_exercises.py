@@ -62,6 +62,7 @@ def solution(tmp_path, text):
         ("import dataclasses\nbytes_forward = dataclasses.sys.modules['x'].y", "line 2 uses sys"),
         ("from dataclasses import sys", "uses dataclasses.sys"),
         ("import torch.os", "uses torch.os"),
+        ("import numpy\nbytes_forward = numpy.ctypeslib.ctypes.CDLL(None).fork", "line 2 uses ctypes"),
         ("def bytes_forward(case):\n    return g.gi_frame.f_back", "line 2 uses"),
         ("class Any(float):\n    def __sub__(self, other):\n        return 0.0", "line 2 uses __sub__"),
         ("def bytes_forward(case)\n", "line 1 is no Python"),
