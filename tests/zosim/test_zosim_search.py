@@ -11,6 +11,7 @@ from tests.support.exhaustive import BETTER, cases, few_plans, outcome, outcomes
 from tests.support.requests import request_for
 from topology import load_preset
 from topology.clusters import cluster
+from topology.errors import DoesNotFit
 from zosim.applications.picture import draw_front
 from zosim.planning.bounds import Bounds
 from zosim.planning.explain import ALIKE
@@ -215,3 +216,9 @@ def test_no_plan_beats_one_of_the_front_in_everything(tmp_path) -> None:
     # Block by block where some stay.
     assert any(candidate.plan.residency.num_resident_blocks for candidate in front)
     assert draw_front(front, tmp_path / "front.svg").read_text().count("device") > 1
+
+
+def test_where_nothing_fits_the_plan_that_lacks_least_is_named() -> None:
+    with pytest.raises(DoesNotFit, match="loss in chunks of 32") as refused:
+        choose(request("opt-350m", "t4-1x", batch=4, seq=1024, max_device_bytes=3 << 28))
+    assert "1 staging buffer" in str(refused.value)

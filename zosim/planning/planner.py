@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import inf
-from operator import attrgetter, le
+from operator import attrgetter, itemgetter, le
 from typing import TYPE_CHECKING, Any, Protocol
 
 from costmodel.models.model_spec import block_segment
@@ -60,6 +60,8 @@ _WORTH_A_LOOK = 1.1
 _MOST_SIMULATED, _MOST_FOR_SECOND = 24, 1
 # Other meshes whose best plan is bounded for the report.
 _NUM_RIVALS = 3
+# Plans that do not fit after which it is looked whether any of a shape can, where none has.
+_MANY_REJECTED = 60
 _IN_ORDER = attrgetter("sort_key")
 
 
@@ -348,6 +350,11 @@ class _Node:
     number: int = field(default=0, compare=False)
 
     @property
+    def of_shape(self) -> PlanShape | None:
+        """The shape, or that of a plan which is not bounded yet."""
+        return self.shape if self.restrictions is None else self.restrictions.shape
+
+    @property
     def bound_s(self) -> float:
         """Seconds of a step, at least."""
         return self.key[0]  # type: ignore[return-value]
@@ -379,8 +386,11 @@ class _Search:
         self._order = count()
         self._num_plans = 0
         self._leanest: Candidate | None = None
+        self._has_looked = False
+        self._shapes: list[PlanShape] = []
         try:
             for shape in shapes(request, costs):
+                self._shapes.append(shape)
                 self._push(shape.least_s, shape=shape)
                 self._num_plans += len(self._variants.of(shape))
         except PlanError:
@@ -412,6 +422,9 @@ class _Search:
                 self._open(node.shape)
             else:
                 self._bound(node)
+            is_hard = len(self.rejected) >= _MANY_REJECTED or not self._heap
+            if is_hard and not (self._has_looked or self.simulated or self.waiting):
+                self._leave_out_what_never_fits()
         if num_simulated and self.simulated:
             self._look_at_rivals()
             self._simulate_plainer()
@@ -419,6 +432,24 @@ class _Search:
             self._simulate_second()
         if not self.simulated and not self.rejected and not self._heap:
             raise self._variants.contradiction or too_few_ranks(self._request)
+
+    def _leave_out_what_never_fits(self) -> None:
+        """Leave out shapes of which not even the plans that relax no other fit; of these the one that lacks least is kept for the report."""
+        self._has_looked = True
+        left: dict[int, tuple[int, Plan]] = {}
+        for shape in self._shapes:
+            relaxing = {variant.relaxed for variant in self._variants.of(shape)}
+            leanest = [plan for n, plan in enumerate(self._variants.plans(shape)) if n not in relaxing]
+            leanest += [in_chunks(plan, n) for plan in leanest for n in chunks(self._request, plan)[:1]]
+            if leanest:
+                left[id(shape)] = max(
+                    ((self._bounds.left_bytes(plan), plan) for plan in leanest), key=itemgetter(0)
+                )
+        gone = {number for number, (left_bytes, _) in left.items() if left_bytes < 0}
+        self._heap = [node for node in self._heap if id(node.of_shape) not in gone]
+        heapify(self._heap)
+        if left and not self._heap:
+            self.rejected.append(self._candidate(max(left.values(), key=itemgetter(0))[1]))
 
     def every(self) -> Iterator[Candidate]:
         """Yield every plan with its bound, those that take their loss in chunks where that saves memory or time.
