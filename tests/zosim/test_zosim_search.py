@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from zosim.planning.planner import Request, choose, placements
 from zosim.planning.predict import PlannedRun
 from zosim.planning.split_search import Costs
 from zosim.planning.variants import Variants, shapes
+from zosim.planning.views import front_data, front_view
 from zosim.plans import AXES, Estimator, Mesh, Residency, Weights, fields_of
 from zosim.simulators.shortening import with_blocks
 
@@ -215,6 +217,12 @@ def test_no_plan_beats_one_of_the_front_in_everything(tmp_path) -> None:
     assert min(cost[1] for cost in costs) == leanest
     # Block by block where some stay.
     assert any(candidate.plan.residency.num_resident_blocks for candidate in front)
+    # 1.79 USD an hour in the shipped price table, of RunPod.
+    decision = SimpleNamespace(front=front, chosen=front[0])
+    listed, money = front_data(decision), costs[0][3] * 1000 / 3600 * 1.79
+    assert listed["rent"]["provider"] == "RunPod"
+    assert listed["front"][0]["rent_of_1000_steps"] == pytest.approx(money)
+    assert f"{money:.4g}" in front_view(decision).to_markdown()
     assert draw_front(front, tmp_path / "front.svg").read_text().count("device") > 1
 
 

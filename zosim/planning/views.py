@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from costmodel.devices.prices import Rent, shipped_prices
 from topology.units import format_bytes, format_count, format_seconds
 from zosim.analysis.counts import step_counts
 from zosim.planning.explain import ALIKE, about_formats, about_ranks, describe_contention
@@ -50,17 +51,53 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
-def front_view(decision: Decision) -> Table:
-    """Return the Pareto front of all plans that fit, money as seconds of devices."""
-    rows = [(*_row(candidate, "")[:-1], f"{candidate.costs[-1]:.4g}") for candidate in decision.front]
-    columns = ("Pareto front", "step", "device", "host", "device seconds")
-    return Table(columns, rows, numeric=columns[1:])
+def front_view(decision: Decision) -> Report:
+    """Return the Pareto front of all plans that fit, money as seconds of devices, and in rent where the price table has the machine."""
+    rent = _rent(decision)
+    rows = [
+        (
+            *_row(candidate, "")[:-1],
+            f"{candidate.costs[-1]:.4g}",
+            *(() if rent is None else (f"{_money_of_1000_steps(rent, candidate):.4g}",)),
+        )
+        for candidate in decision.front
+    ]
+    money = () if rent is None else (f"{shipped_prices().currency} per 1,000 steps",)
+    columns = ("Pareto front", "step", "device", "host", "device seconds", *money)
+    table = Table(columns, rows, numeric=columns[1:])
+    if rent is None:
+        return Report("", table)
+    said = (
+        f"rented {rent} for {rent.value:g} {shipped_prices().currency} an hour and {rent.per}, of {rent.day}"
+    )
+    return Report("", table, Bullets((said,)))
 
 
 def front_data(decision: Decision) -> dict[str, Any]:
     """Return the Pareto front of all plans that fit as JSON knows it."""
-    listed = [_candidate_data(c) | {"device_seconds": c.costs[-1]} for c in decision.front]
-    return {"front": listed}
+    rent = _rent(decision)
+    return {
+        "front": [
+            _candidate_data(candidate)
+            | {"device_seconds": candidate.costs[-1]}
+            | ({} if rent is None else {"rent_of_1000_steps": _money_of_1000_steps(rent, candidate)})
+            for candidate in decision.front
+        ],
+        **({} if rent is None else {"rent": rent.model_dump(mode="json")}),
+    }
+
+
+def _rent(decision: Decision) -> Rent | None:
+    """Return the shipped price table's first rent on demand of a decision's machine; None where it has none."""
+    machines, name = shipped_prices().machines, decision.chosen.plan.placement.topology
+    rents = machines[name].rent_per_hour if name in machines else ()
+    return next((rent for rent in rents if rent.term == "on-demand"), None)
+
+
+def _money_of_1000_steps(rent: Rent, candidate: Candidate) -> float:
+    """Return what 1,000 steps cost: of the devices in use, or of the whole machine where it is let whole."""
+    step_s = candidate.costs[-1 if rent.per == "device" else 0]
+    return 1000 * step_s / 3600 * rent.value
 
 
 def prediction_view(planned: PlannedRun) -> Table:
