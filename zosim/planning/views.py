@@ -67,10 +67,10 @@ def front_view(decision: Decision) -> Report:
     table = Table(columns, rows, numeric=columns[1:])
     if rent is None:
         return Report("", table)
-    said = (
+    terms = (
         f"rented {rent} for {rent.value:g} {shipped_prices().currency} an hour and {rent.per}, of {rent.day}"
     )
-    return Report("", table, Bullets((said,)))
+    return Report("", table, Bullets((terms,)))
 
 
 def front_data(decision: Decision) -> dict[str, Any]:

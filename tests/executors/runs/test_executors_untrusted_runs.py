@@ -244,9 +244,9 @@ def test_nothing_waits_for_what_is_no_file(finished, run, tmp_path, capsys, name
 def test_a_record_s_number_of_any_size_is_refused(run, capsys):
     write_header(run, read_header(run) | {"epsilon": 10**38})
     assert resume(run) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     # pydantic before 2.11 takes no such integer for a float.
-    assert "does not follow from the losses" in said or "epsilon: must be a valid number" in said
+    assert "does not follow from the losses" in output or "epsilon: must be a valid number" in output
 
 
 def test_a_partial_file_that_is_a_link_is_not_written_through(run, tmp_path):
