@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from studies.cli import app
 from studies.coursework import UNITS
 from studies.coursework.grading import check
-from studies.coursework.notebook import notebook
+from studies.coursework.notebook import cells, notebook
 from studies.coursework.pencil import PencilQuestion, exercise_of, mark, numbers_of, questions_of
 from studies.exercises import grade
 from topology.errors import ZosimError
@@ -253,19 +253,31 @@ def test_two_processes_take_the_same_steps_over_gloo(tmp_path):
     assert "16 bytes a step" in reports[0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_of_a_lesson_ends_its_cell_in_words(name):
+    drawn = [source for _, source in cells(UNIT[name].lesson) if "plt.subplots" in source]
+    assert drawn
+    assert all("\nDescribed(" in source and source.endswith(")") for source in drawn)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_lesson_runs_as_a_notebook(name, monkeypatch, capsys):
     import matplotlib as mpl
 
     mpl.use("Agg")
-    cells = json.loads(notebook(UNIT[name].lesson))["cells"]
     scope = {"__name__": "__main__"}
-    for cell in cells:
+    for cell in json.loads(notebook(UNIT[name].lesson))["cells"]:
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), name, "exec"), scope)
+            source = "".join(cell["source"]).replace("\nDescribed(", "\nshown = Described(")
+            exec(compile(source, name, "exec"), scope)
     assert capsys.readouterr().out
     assert scope["axes"].has_data()
+    html = scope["shown"]._repr_html_()
+    assert re.match(r'<img alt="[^"]{50,}" src="data:image/png;base64,', html)
+    assert html.count("<td>") >= 10
+    assert "nan" not in html.partition("<details>")[2]
+    assert not mpl.pyplot.get_fignums()  # Jupyter would draw it a second time
     mpl.pyplot.close("all")
 
 

@@ -11,6 +11,7 @@
 import matplotlib.pyplot as plt
 
 import zosim
+from studies.coursework.notebook import Described
 
 usd_per_hour = {"rtx4090-2x": 0.8, "dgx-h100": 3.0}
 steps: dict[str, tuple[float, float, float]] = {}
@@ -26,9 +27,20 @@ for name, price in usd_per_hour.items():
 figure, axes = plt.subplots(figsize=(6, 3))
 for row, (name, (low, middle, high)) in enumerate(steps.items()):
     usd = [1000 * seconds / 3600 * usd_per_hour[name] for seconds in (low, middle, high)]
-    axes.plot([usd[0], usd[2]], [row, row])
-    axes.plot(usd[1], row, "o")
-axes.set(xlabel="USD for 1,000 steps", yticks=range(len(steps)), yticklabels=list(steps), xscale="log")
+    axes.plot([usd[0], usd[2]], [row, row], label=f"{name}, interval")
+    axes.plot(usd[1], row, "o", label=f"{name}, prediction")
+axes.set(
+    xlabel="USD for 1,000 steps",
+    ylabel="machine",
+    yticks=range(len(steps)),
+    yticklabels=list(steps),
+    xscale="log",
+)
+Described(
+    figure,
+    "For each machine a line from the fast to the slow end of its interval, and a dot at the prediction. "
+    "The two intervals overlap.",
+)
 
 # %% [markdown]
 # ## Read a prediction critically

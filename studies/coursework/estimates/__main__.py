@@ -14,6 +14,8 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
+from studies.coursework.notebook import Described
+
 dim = 50
 weights = np.linspace(1, 3, dim)
 theta = np.ones(dim)
@@ -42,6 +44,10 @@ axes.loglog(counts, errors, "o", label="measured")
 axes.loglog(counts, [((dim + 1) / count) ** 0.5 for count in counts], label="square root of (d + 1)/P")
 axes.set(xlabel="perturbations P", ylabel="error over |gradient|")
 axes.legend()
+Described(
+    figure,
+    "The error falls as one over the square root of P. Measured points lie near the formula's line.",
+)
 
 # %% [markdown]
 # ## Why two signs

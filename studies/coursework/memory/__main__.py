@@ -11,6 +11,7 @@
 import matplotlib.pyplot as plt
 
 import zosim
+from studies.coursework.notebook import Described
 
 sizes = ("opt-1.3b", "opt-6.7b", "opt-13b")
 billions = (1.3, 6.7, 13.0)
@@ -52,6 +53,11 @@ axes.plot(billions, [16 * each for each in billions], label="16 bytes: Adam")
 axes.plot(billions, [2 * each for each in billions], label="2 bytes: in place")
 axes.set(xlabel="billion parameters", ylabel="GB")
 axes.legend()
+Described(
+    figure,
+    "Adam's line is the steepest. "
+    "The points of mezo lie a few GB above the line of 2 bytes, and those of zo2 grow slowest.",
+)
 
 # %% [markdown]
 # ## Blocks on the host

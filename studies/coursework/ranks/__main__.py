@@ -11,6 +11,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
+from studies.coursework.notebook import Described
 from studies.coursework.ranks.exercise import examples_of, loss, reference
 
 whole = examples_of(40)
@@ -37,6 +38,10 @@ axes.plot(
 axes.plot(ranks, ranks, "--", label="number of ranks")
 axes.set(xlabel="ranks", ylabel="times as fast")
 axes.legend()
+Described(
+    figure,
+    "The curve bends below the straight line of the number of ranks. 16 ranks are less than 9 times as fast.",
+)
 
 # %% [markdown]
 # ## Exercise

@@ -12,6 +12,7 @@
 # %%
 import matplotlib.pyplot as plt
 
+from studies.coursework.notebook import Described
 from studies.why_seeds_suffice.training import train
 
 run = train(12)
@@ -26,6 +27,11 @@ print(f"weights: {num_bytes:,} bytes; log: {24 * len(rows)} bytes for {len(rows)
 figure, axes = plt.subplots(figsize=(6, 3))
 axes.bar(range(len(rows)), [g for _, g, _ in rows])
 axes.set(xlabel="step", ylabel="projected gradient")
+Described(
+    figure,
+    "A bar for each of 12 steps. "
+    "Projected gradients have both signs, and the largest is over ten times the smallest.",
+)
 
 # %% [markdown]
 # ## Every bit

@@ -11,6 +11,8 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
+from studies.coursework.notebook import Described
+
 generator = np.random.default_rng(0)
 num_updates, share = 400, 0.03
 nearest, at_random = np.zeros(num_updates + 1), np.zeros((5, num_updates + 1))
@@ -32,11 +34,16 @@ print(
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3))
-axes.plot(at_random.T, color="C0", alpha=0.5)
+axes.plot(at_random.T, color="C0", alpha=0.5, label=["at random", *"____"])
 axes.plot(nearest, "C1", label="nearest")
 axes.plot(share * np.arange(num_updates + 1), "k--", label="without rounding")
 axes.set(xlabel="update", ylabel="weight in steps")
 axes.legend()
+Described(
+    figure,
+    "The weight rounded to the nearest stays at 0. "
+    "Five weights rounded at random climb around the straight line without rounding.",
+)
 
 # %% [markdown]
 # ## Exercise
