@@ -312,3 +312,10 @@ def _limit_resources() -> None:
     ):
         _, hard = resource.getrlimit(limit)
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    import _posixsubprocess
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("a solution may not start a process")
+
+    # Spawned processes, such as workers of torch, begin here without an audit event, and would not be confined.
+    vars(_posixsubprocess)["fork_exec"] = refuse

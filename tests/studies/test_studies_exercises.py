@@ -85,6 +85,10 @@ def test_what_a_solution_may_not_use_is_refused_by_its_line(tmp_path, text, used
         (f"return numpy.fromfile({__file__!r})[0]", "PermissionError"),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
         ("return torch.save({}, 'out')", "RuntimeError"),
+        (
+            "torch.multiprocessing.get_context('spawn').Process(target=print).start()",
+            "PermissionError: a solution may not start a process",
+        ),
     ],
 )
 def test_a_solution_is_confined(tmp_path, monkeypatch, body, seen):
