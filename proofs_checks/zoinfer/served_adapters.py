@@ -499,7 +499,7 @@ def for_adapters(name: str, chosen: Callable[[str, str | None], str]) -> Fault:
     return fault
 
 
-@planted(f"{_RUNTIME}._logits", "answers to another tenant")
+@planted(f"{_RUNTIME}._predicting", "answers to another tenant")
 def answers_to_another(shipped, self, requests):
     order, *rest = shipped(self, requests)
     return sorted(order), *rest

@@ -28,7 +28,8 @@ def test_each_pass_waits_for_all_weights_from_the_drive():
     slow, by_topology = predicted(storage_read="1e9"), predicted()
     drives = Drives.of(load_preset("rtx4090-1x-nvme"), "gpu0")
     assert slow.predicted == pytest.approx(4 / (BYTES / 0.92e9), rel=0.02)
-    assert by_topology.predicted == pytest.approx(drives.read_bytes_per_s / 1e9 * slow.predicted, rel=0.02)
+    # The host's hooks, which do not wait for the drive, weigh more beside a faster one.
+    assert by_topology.predicted == pytest.approx(drives.read_bytes_per_s / 1e9 * slow.predicted, rel=0.05)
     assert slow.low < slow.predicted < slow.high
 
 

@@ -114,7 +114,7 @@ def test_the_command_prints_both_plans(shared, tmp_path):
     result = CliRunner().invoke(app, [*arguments, "--json", "--report", str(tmp_path / "report.html")])
     assert result.exit_code == 0, result.output
     page = (tmp_path / "report.html").read_text()
-    assert page.index("What the change costs") < page.index("planned anew against as it was")
+    assert page.index("What the change costs") < page.index("planned anew: prediction")
     data = json.loads(result.stdout)
     assert data["after"]["step_time_s"] > data["before"]["step_time_s"]
     assert data["replanned"]["prediction"]["step_time_s"] <= data["after"]["step_time_s"]

@@ -272,7 +272,9 @@ def test_an_unauthenticated_peer_who_writes_under_every_key_runs_no_code(inputs,
     def write():
         while not ended.is_set():
             with contextlib.suppress(RuntimeError):
-                store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=1), wait_for_workers=False)
+                store = dist.TCPStore(
+                    "127.0.0.1", port, timeout=timedelta(seconds=10), wait_for_workers=False
+                )
                 while not ended.wait(0.01):
                     for key in store.list_keys() if hasattr(store, "list_keys") else KEYS:
                         store.set(key, peer.pickled)
