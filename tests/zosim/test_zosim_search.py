@@ -220,7 +220,7 @@ def test_no_plan_beats_one_of_the_front_in_everything(tmp_path) -> None:
     # 1.79 USD an hour in the shipped price table, of RunPod.
     decision = SimpleNamespace(front=front, chosen=front[0])
     listed, money = front_data(decision), costs[0][3] * 1000 / 3600 * 1.79
-    assert listed["rent"]["provider"] == "RunPod"
+    assert (listed["rent"]["provider"], listed["rent"]["currency"]) == ("RunPod", "USD")
     assert listed["front"][0]["rent_of_1000_steps"] == pytest.approx(money)
     assert f"{money:.4g}" in front_view(decision).to_markdown()
     assert draw_front(front, tmp_path / "front.svg").read_text().count("device") > 1

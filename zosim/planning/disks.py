@@ -93,10 +93,12 @@ def most_resident(plan: Plan, left_bytes: Callable[[Plan], int]) -> Plan | None:
 
 def may_be_mixed(request: Request, plan: Plan) -> bool:
     """Whether :func:`mixtures` are made of a plan: of those that differ in staging buffers alone, the one with most."""
-    is_named = request.config.residency.given("num_staging_buffers") is not None
-    return may_keep_blocks(request, plan) and (
-        is_named or plan.residency.num_staging_buffers == _MOST_BUFFERS
-    )
+    num_buffers = plan.residency.num_staging_buffers
+    return may_keep_blocks(request, plan) and (_names_buffers(request) or num_buffers == _MOST_BUFFERS)
+
+
+def _names_buffers(request: Request) -> bool:
+    return request.config.residency.given("num_staging_buffers") is not None
 
 
 def mixtures(request: Request, plan: Plan, left_bytes: Callable[[Plan], int]) -> Iterator[Plan]:
@@ -106,8 +108,8 @@ def mixtures(request: Request, plan: Plan, left_bytes: Callable[[Plan], int]) ->
     """
     if not may_be_mixed(request, plan):
         return
-    is_named = request.config.residency.given("num_staging_buffers") is not None
-    for num_buffers in (plan.residency.num_staging_buffers,) if is_named else _BUFFERS_BESIDE:
+    named = (plan.residency.num_staging_buffers,)
+    for num_buffers in named if _names_buffers(request) else _BUFFERS_BESIDE:
         residency = plan.residency.model_copy(update={"num_staging_buffers": num_buffers})
         mixed = most_resident(plan.model_copy(update={"residency": residency}), left_bytes)
         if mixed is not None:

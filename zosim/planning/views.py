@@ -83,7 +83,11 @@ def front_data(decision: Decision) -> dict[str, Any]:
             | ({} if rent is None else {"rent_of_1000_steps": _money_of_1000_steps(rent, candidate)})
             for candidate in decision.front
         ],
-        **({} if rent is None else {"rent": rent.model_dump(mode="json")}),
+        **(
+            {}
+            if rent is None
+            else {"rent": rent.model_dump(mode="json") | {"currency": shipped_prices().currency}}
+        ),
     }
 
 

@@ -95,7 +95,7 @@ class Answer(Reportable):
         return Report("", *elements)
 
     def sentences(self) -> list[str]:
-        """Return the answer in sentences: the best offer, the least money and the least time, and how many steps there may be."""
+        """Return the answer in sentences: the best offer, the least paid by the end and the least time, and how many steps there may be."""
         job, currency = self.market.job, self.market.prices.currency
         within = [offer for offer in self.offers if offer.verdict != "no"]
         sentences = []
@@ -119,7 +119,7 @@ class Answer(Reportable):
                 sentences.append(
                     f"with {plain(self.market.limits.monthly)} {currency} a month it ends {when}"
                 )
-        extremes = zip(("least money", "least time"), (SPENT, HOURS), self.extremes, strict=False)
+        extremes = zip(("least paid by the end", "least time"), (SPENT, HOURS), self.extremes, strict=False)
         others = [(what, offer) for what, key, offer in extremes if key(offer) < key(within[0])]
         sentences += [
             f"{what}: {_named(offer)}, {plain(offer.cost.hours.value)} hours, {_spent(offer, currency)}"
